@@ -1,0 +1,75 @@
+# Every target sets itself up: Python 3.11 or newer, make and a package index are all that is needed.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+ARGS ?=
+PYTEST_ARGS ?= -n 2
+
+.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench proto docs golden build lock clean
+
+help: ## This list
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(STAMP): requirements.lock pyproject.toml hatch_build.py $(wildcard protos/*.proto)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "no venv could be made; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	@echo "installing pinned dependencies into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+sync: $(STAMP) ## Make or refresh the virtual environment
+
+run: $(STAMP) ## Two simulated workers, Envoy and the service; Ctrl-C stops all of it
+	@$(BIN)/vllm-extproc demo --serve $(ARGS)
+
+demo: $(STAMP) ## The same, plus one streamed chat through the OpenAI SDK
+	@$(BIN)/vllm-extproc demo $(ARGS)
+
+test: $(STAMP) ## All tests, the ones with a real Envoy included
+	@$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+fast: $(STAMP) ## Tests that start no Envoy
+	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)
+
+cover: $(STAMP) ## Branch coverage of the pure parts
+	@$(BIN)/python -m pytest -m "not envoy" --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+fmt: $(STAMP) ## Format the code
+	@$(BIN)/ruff format . && $(BIN)/ruff check --fix --select I .
+
+lint: $(STAMP) ## Style of the code and spelling
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
+
+types: $(STAMP) ## mypy, strict
+	@$(BIN)/mypy
+
+imports: $(STAMP) ## The direction of imports
+	@$(BIN)/lint-imports
+
+check: lint types imports test ## What CI runs
+
+bench: $(STAMP) ## Envoy alone against Envoy with the service: rate, latency, CPU, memory
+	@$(BIN)/python -m tests.bench.run $(ARGS)
+
+proto: $(STAMP) ## Generate protos/*_pb2.py again
+	@$(BIN)/python hatch_build.py
+
+docs: $(STAMP) ## Generate the configuration table and envoy/standalone.yaml again
+	@$(BIN)/python -m tests.generate
+
+golden: docs ## Same, and the golden files of the tests
+	@$(BIN)/python -m pytest tests/extproc/xds --update-golden -q
+
+build: $(STAMP) ## A wheel in dist/
+	@$(BIN)/python -m hatchling build -t wheel
+
+lock: ## Pin the newest versions that pyproject.toml allows (needs uv)
+	@uv pip compile pyproject.toml --extra dev --extra envoy --universal --generate-hashes --no-emit-index-url --python-version 3.11 --upgrade --custom-compile-command "make lock" -q -o requirements.lock
+
+clean: ## Remove what the build made
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage* protos/*_pb2.py protos/*_pb2.pyi
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,50 @@
+"""Build hook: turn ``protos/*.proto`` into Python before anything is packed or installed.
+
+The generated modules are not committed. They land beside their ``.proto`` file, so that an
+editable install, a wheel and ``make proto`` all import the same ``protos.<name>_pb2``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+def compile_protos(root: Path) -> list[Path]:
+    """Run protoc over every ``.proto`` file of *root*/protos; return what was written."""
+    import grpc_tools  # noqa: PLC0415 - a build requirement, absent at run time
+    from grpc_tools import protoc  # noqa: PLC0415
+
+    sources = sorted((root / "protos").glob("*.proto"))
+    well_known = Path(grpc_tools.__file__).parent / "_proto"
+    arguments = [
+        "protoc",
+        f"-I{root}",
+        f"-I{well_known}",
+        f"--python_out={root}",
+        f"--pyi_out={root}",
+        *(str(source) for source in sources),
+    ]
+    if protoc.main(arguments) != 0:
+        raise RuntimeError(f"protoc failed: {' '.join(arguments)}")
+    return [source.with_name(f"{source.stem}_pb2.py") for source in sources]
+
+
+class ProtoBuildHook(BuildHookInterface[Any]):
+    """Compiles the protos for wheels and editable installs."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called by hatchling before it collects files."""
+        del version, build_data
+        if self.target_name == "wheel":
+            compile_protos(Path(self.root))
+
+
+if __name__ == "__main__":
+    for path in compile_protos(Path(__file__).parent):
+        sys.stdout.write(f"{path}\n")

@@ -1,0 +1,1 @@
+"""Balancing policies: pure functions of what is known. Standard library only."""
