@@ -1,0 +1,77 @@
+"""The access log shell: Envoy reports finished requests in batches; they become metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
+
+from extproc.address import join_host_port
+from extproc.log import cap
+from extproc.metrics import Metrics
+from extproc.xds.model import ADMIN_CLUSTER
+from protos.access_log_pb2 import HTTPAccessLogEntry, StreamAccessLogsMessage, StreamAccessLogsResponse
+
+SERVICE_NAME = "envoy.service.accesslog.v3.AccessLogService"
+
+log = structlog.get_logger(__name__)
+
+
+class AccessLogService:
+    """Serves ``AccessLogService.StreamAccessLogs``."""
+
+    def __init__(self, metrics: Metrics, worker_url: Callable[[str], str]) -> None:
+        """*worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+        self._metrics = metrics
+        self._worker_url = worker_url
+
+    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """Return what a server registers."""
+        method = grpc.stream_unary_rpc_method_handler(self.receive)
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, {"StreamAccessLogs": method})
+
+    async def receive(
+        self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> bytes:
+        """Take entries until Envoy goes away."""
+        while (raw := await context.read()) is not grpc.aio.EOF:
+            try:
+                message = StreamAccessLogsMessage.FromString(raw)
+            except DecodeError as error:
+                log.warning("access log message refused", reason=cap(str(error)))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not an access log message")
+            for entry in message.http_logs.log_entry:
+                self.record(entry)
+        return StreamAccessLogsResponse().SerializeToString()
+
+    def record(self, entry: HTTPAccessLogEntry) -> None:
+        """Count one finished request."""
+        common = entry.common_properties
+        if common.upstream_cluster == ADMIN_CLUSTER:
+            return
+        metrics = self._metrics
+        address = common.upstream_remote_address.socket_address
+        worker = (
+            self._worker_url(join_host_port(address.address, address.port_value))
+            if address.address
+            else ""
+        )
+        metrics.requests.labels(worker, str(entry.response.response_code.value)).inc()
+        if common.upstream_request_attempt_count > 1:
+            metrics.retries.inc(common.upstream_request_attempt_count - 1)
+        flags = common.response_flags
+        if flags.downstream_connection_termination or flags.downstream_remote_reset:
+            metrics.client_aborts.inc()
+        if common.HasField("time_to_last_downstream_tx_byte"):
+            metrics.request_seconds.observe(_seconds(common.time_to_last_downstream_tx_byte))
+        if common.HasField("time_to_first_upstream_rx_byte"):
+            metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
+
+
+def _seconds(duration: Duration) -> float:
+    return duration.seconds + duration.nanos / 1e9

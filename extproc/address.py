@@ -1,0 +1,106 @@
+"""Addresses of our own sockets, and of workers.
+
+``Address`` is where something listens: a Unix socket or an IP address with a port. ``WorkerUrl`` is
+how a user names a worker; it becomes an ``ip:port`` endpoint once its host name is resolved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import ipaddress
+import re
+from urllib.parse import urlsplit
+
+# sockaddr_un.sun_path on Linux holds 108 bytes, the closing zero included.
+MAX_UNIX_PATH_BYTES = 107
+
+_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*\.?")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """A Unix socket (``path``) or an IP socket (``host`` and ``port``)."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``unix:/run/x.sock``, ``127.0.0.1:9002`` or ``[::1]:9002``."""
+        if text.startswith("unix:"):
+            path = text.removeprefix("unix:")
+            if not path.startswith("/"):
+                raise ValueError(f"unix socket path must be absolute, got {text!r}")
+            if len(path.encode()) > MAX_UNIX_PATH_BYTES:
+                raise ValueError(f"unix socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path!r}")
+            return cls(path=path)
+        host, separator, port = text.rpartition(":")
+        if not separator or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"expected unix:/path or host:port, got {text!r}")
+        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.path else join_host_port(self.host, self.port)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorkerUrl:
+    """A worker as named by a user; ``url`` is its identity."""
+
+    url: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> WorkerUrl:
+        """Read ``http://host[:port]``; ``ValueError`` says what is wrong and what is expected."""
+        hint = f"worker URL {text!r}: expected http://host:port"
+        if text != text.strip() or not text.isprintable() or " " in text:
+            raise ValueError(f"{hint}, without spaces or control characters")
+        parts = urlsplit(text)
+        if parts.scheme == "https":
+            raise ValueError(f"{hint}; https workers are not supported yet")
+        if parts.scheme != "http":
+            raise ValueError(f"{hint}, got scheme {parts.scheme!r}")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError(f"worker URL of host {parts.hostname!r}: user and password are not allowed")
+        if parts.path not in ("", "/") or parts.query or parts.fragment:
+            raise ValueError(f"{hint}, without path, query or fragment")
+        try:
+            port = 80 if parts.port is None else parts.port
+        except ValueError as error:
+            raise ValueError(f"{hint}; the port is not a number from 1 to 65535") from error
+        if port == 0:
+            raise ValueError(f"{hint}; port 0 is not a port to connect to")
+        host = parts.hostname or ""
+        if not is_ip(host) and not _HOST_NAME.fullmatch(host):
+            raise ValueError(f"{hint}; {host!r} is neither an IP address nor a host name")
+        return cls(url=text.rstrip("/"), host=host, port=port)
+
+
+def is_ip(host: str) -> bool:
+    """Tell whether *host* is a literal IPv4 or IPv6 address."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine can connect to *host*."""
+    return host == "localhost" or (is_ip(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Return ``host:port``, an IPv6 address in brackets and in its shortest form, as Envoy writes it."""
+    if ":" in host:
+        return f"[{ipaddress.ip_address(host)}]:{port}"
+    return f"{host}:{port}"
+
+
+def split_host_port(endpoint: str) -> tuple[str, int]:
+    """Undo ``join_host_port``."""
+    host, _, port = endpoint.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)

@@ -1,0 +1,188 @@
+"""The command line. Flags are the fields of ``config.Config``; each command is one function."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from extproc import __version__, log
+from extproc.config import Config, load
+from extproc.errors import ConfigError
+from policies import registry
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status."""
+    registry.load_builtin()
+    parsed = build_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = parsed.command
+    try:
+        return command(parsed)
+    except ConfigError as error:
+        sys.stderr.write(f"vllm-extproc: {error}\n")
+        return 1
+    except BrokenPipeError:
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-extproc", description="An Envoy-native router for fleets of vLLM workers."
+    )
+    parser.add_argument("--version", action="version", version=f"vllm-extproc {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], summary: str) -> Any:
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=summary,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        sub.set_defaults(command=run)
+        return sub
+
+    launch = add("launch", _launch, "Run the whole router: Envoy and the service.")
+    add_config_flags(launch)
+
+    serve = add("serve", _serve, "Run the service alone, beside an Envoy of your own.")
+    add_config_flags(serve)
+
+    envoy_config = add("envoy-config", _envoy_config, "Print the configuration for your own Envoy.")
+    add_config_flags(envoy_config)
+    envoy_config.add_argument(
+        "--static",
+        action="store_true",
+        help="everything in one file (listener, routes, workers) instead of a bootstrap that gets"
+        " it from the service",
+    )
+    envoy_config.add_argument(
+        "--envoy-admin-address",
+        default="127.0.0.1:9901",
+        help="Envoy's own admin endpoint: host:port or unix:/path",
+    )
+
+    check = add("check", _check, "Check a configuration without starting anything.")
+    check.add_argument("config_file", nargs="?", type=Path, metavar="CONFIG", help="YAML file")
+    add_config_flags(check)
+
+    sim_worker = add("sim-worker", _sim_worker, "Run a simulated vLLM worker.")
+    try:
+        from extproc.sim import command as sim
+        sim.add_arguments(sim_worker)
+    except ImportError:
+        pass
+
+    demo = add("demo", _demo, "Try the router with simulated workers.")
+    demo.add_argument("--workers", type=int, default=2, help="simulated workers to start")
+    demo.add_argument("--serve", action="store_true", help="send nothing; serve until Ctrl-C")
+    add_config_flags(demo)
+    return parser
+
+
+def add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and one flag per configuration field."""
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file with the same options; flags win"
+    )
+    hints = typing.get_type_hints(Config, include_extras=True)
+    for field in msgspec.structs.fields(Config):
+        options, description = _flag_options(hints[field.name])
+        shown = _shown_default(field.default)
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            dest=field.name,
+            default=argparse.SUPPRESS,
+            help=f"{description} Default: {shown}.".replace("%", "%%"),
+            **options,
+        )
+
+
+def config_from(parsed: argparse.Namespace) -> Config:
+    """Build the configuration of a command line."""
+    given = vars(parsed)
+    fields = {field.name for field in msgspec.structs.fields(Config)}
+    flags = {name: value for name, value in given.items() if name in fields}
+    return load(given.get("config") or given.get("config_file"), flags)
+
+
+def _flag_options(annotated: Any) -> tuple[dict[str, Any], str]:
+    """Return argparse options and the description of a field."""
+    hint, description = annotated, ""
+    while typing.get_origin(hint) is typing.Annotated:
+        for meta in hint.__metadata__:
+            description = description or meta.description or ""
+        hint = hint.__origin__
+    if hint is bool:
+        return {"action": argparse.BooleanOptionalAction}, description
+    if typing.get_origin(hint) is tuple:
+        return {"nargs": "*", "metavar": "URL"}, description
+    if typing.get_origin(hint) is typing.Literal:
+        return {"choices": list(typing.get_args(hint))}, description
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return {"metavar": "NAME"}, description
+    return {"type": hint, "metavar": {int: "N", float: "SECONDS"}.get(hint, "TEXT")}, description
+
+
+def _shown_default(value: Any) -> str:
+    if value == "" or value == ():
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _launch(parsed: argparse.Namespace) -> int:
+    from extproc import launcher
+
+    config = config_from(parsed)
+    log.configure(config.log_level, config.log_dir, "launcher")
+    return launcher.run(config)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from extproc import main as service
+
+    config = config_from(parsed)
+    log.configure(config.log_level, config.log_dir, "service")
+    return service.run(config)
+
+
+def _envoy_config(parsed: argparse.Namespace) -> int:
+    from extproc.check import render_envoy_config
+
+    sys.stdout.write(
+        render_envoy_config(
+            config_from(parsed), static=parsed.static, envoy_admin=parsed.envoy_admin_address
+        )
+    )
+    return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from extproc.check import check
+
+    if parsed.config is not None and parsed.config_file is not None:
+        raise ConfigError("give the file once: as CONFIG or with --config")
+    check(config_from(parsed))
+    return 0
+
+
+def _sim_worker(parsed: argparse.Namespace) -> int:
+    from extproc.sim import command as sim
+
+    return sim.run(parsed)
+
+
+def _demo(parsed: argparse.Namespace) -> int:
+    from extproc import demo
+
+    config = config_from(parsed)
+    log.configure("warning", config.log_dir, "launcher")
+    return demo.run(config, workers=parsed.workers, serve=parsed.serve)

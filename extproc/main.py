@@ -1,0 +1,197 @@
+"""The composition root of the service: builds every part from the configuration and runs them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from pathlib import Path
+
+import grpc.aio
+import structlog
+from aiohttp import web
+
+from extproc.access_log import AccessLogService
+from extproc.address import Address
+from extproc.admin import build_admin_app, build_metrics_app
+from extproc.config import Config, bind_ip, build_policy
+from extproc.discovery import static
+from extproc.discovery.updates import Add, Remove, Reset, Update
+from extproc.errors import ConfigError
+from extproc.metrics import Metrics
+from extproc.pool import Pool
+from extproc.readiness import Readiness
+from extproc.router import Router
+from extproc.service import ExtProcService
+from extproc.xds.ads import AdsService
+from extproc.xds.model import EnvoyModel, PoolModel
+from extproc.xds.snapshot import build_snapshot
+
+DEFAULT_POOL = "default"
+
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),  # Envoy enforces the body limit; the default is 4 MiB
+    ("grpc.max_concurrent_streams", 2**31 - 1),  # one per request under way
+    ("grpc.so_reuseport", 0),  # two services on one port are a mistake to report
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+log = structlog.get_logger(__name__)
+
+
+def envoy_model(config: Config, pools: tuple[PoolModel, ...]) -> EnvoyModel:
+    """Return what Envoy must be told, from the configuration and the workers known now."""
+    return EnvoyModel(
+        host=bind_ip(config.host),
+        port=config.port,
+        admin_address=Address.parse(config.admin_address),
+        pools=pools,
+        max_payload_bytes=config.max_payload_size,
+        idle_timeout_s=config.request_timeout_secs,
+        decision_timeout_s=config.decision_timeout_secs,
+        fail_closed=config.fail_closed,
+        full_duplex=config.body_mode == "full_duplex",
+    )
+
+
+class Service:
+    """The whole sidecar."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self.pool = Pool(DEFAULT_POOL)
+        policy = build_policy(config.policy)
+        self.metrics = Metrics(policy.name, [self.pool])
+        router = Router(self.pool, policy, random.Random())
+        self._extproc = ExtProcService(
+            router, self.metrics, ids=random.Random(), max_body_bytes=config.max_payload_size
+        )
+        self._access_log = AccessLogService(self.metrics, self._worker_url)
+        self._ads = AdsService(build_snapshot(self._model()), self.metrics)
+        self.readiness = Readiness(self.pool, self._ads.serving)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until *stop* is set, then let streams under way finish within the grace time."""
+        config = self._config
+        server = grpc.aio.server(options=GRPC_OPTIONS)
+        server.add_generic_rpc_handlers(
+            [self._extproc.handler(), self._ads.handler(), self._access_log.handler()]
+        )
+        runners: list[web.AppRunner] = []
+        async with asyncio.TaskGroup() as tasks:
+            discovery = tasks.create_task(self._follow_discovery())
+            await asyncio.sleep(0)  # literal addresses are in before the first request can come
+            _bind_grpc(server, Address.parse(config.grpc_address))
+            await server.start()
+            admin = Address.parse(config.admin_address)
+            runners.append(await _serve_http(build_admin_app(self.readiness), admin))
+            if config.prometheus_port:
+                metrics = Address(host=bind_ip(config.prometheus_host), port=config.prometheus_port)
+                app = build_metrics_app(self.metrics.registry)
+                runners.append(await _serve_http(app, metrics))
+            log.info(
+                "service ready",
+                grpc=config.grpc_address,
+                admin=config.admin_address,
+                workers=len(self.pool.candidates),
+            )
+            await stop.wait()
+            self.readiness.stopping = True
+            log.info("service stopping", in_flight=self.pool.in_flight)
+            discovery.cancel()
+            await server.stop(config.shutdown_grace_s)
+            for runner in runners:
+                await runner.cleanup()
+
+    async def _follow_discovery(self) -> None:
+        async for update in static.watch(self._config.workers(), report=_report_unresolved):
+            if self.pool.apply(update):
+                _log_update(update)
+                await self._ads.publish(build_snapshot(self._model()))
+
+    def _model(self) -> EnvoyModel:
+        endpoints = tuple(worker.endpoint for worker in self.pool.candidates)
+        return envoy_model(self._config, (PoolModel(self.pool.name, endpoints),))
+
+    def _worker_url(self, endpoint: str) -> str:
+        for worker in self.pool.candidates:
+            if worker.endpoint == endpoint:
+                return worker.url
+        return endpoint
+
+
+def run(config: Config) -> int:
+    """Run the service in this process until SIGTERM or SIGINT."""
+    import uvloop
+
+    started = time.monotonic()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for signum in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signum, stop.set)
+        service = Service(config)
+        log.debug("service built", seconds=round(time.monotonic() - started, 3))
+        await service.run(stop)
+
+    status = 0
+    try:
+        uvloop.run(serve())
+    except* ConfigError as group:
+        for error in group.exceptions:
+            log.error("service cannot start", reason=str(error))
+        status = 1
+    return status
+
+
+def _bind_grpc(server: grpc.aio.Server, address: Address) -> None:
+    _remove_stale_socket(address)
+    try:
+        bound = server.add_insecure_port(str(address))
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen on {address} (--grpc-address): {error}") from error
+    if address.path:
+        Path(address.path).chmod(0o600)
+    elif bound == 0:
+        raise ConfigError(f"cannot listen on {address} (--grpc-address)")
+
+
+async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
+    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    await runner.setup()
+    _remove_stale_socket(address)
+    site: web.BaseSite
+    if address.path:
+        site = web.UnixSite(runner, address.path)
+    else:
+        site = web.TCPSite(runner, address.host, address.port)
+    try:
+        await site.start()
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+    if address.path:
+        Path(address.path).chmod(0o600)
+    return runner
+
+
+def _remove_stale_socket(address: Address) -> None:
+    """A service that was killed leaves its socket behind, and binding would fail."""
+    if address.path:
+        Path(address.path).unlink(missing_ok=True)
+
+
+def _report_unresolved(url: str, reason: str) -> None:
+    log.warning("worker name cannot be resolved", worker=url, reason=reason)
+
+
+def _log_update(update: Update) -> None:
+    match update:
+        case Reset(workers):
+            log.info("workers set", workers=[worker.url for worker in workers])
+        case Add(worker):
+            log.info("worker added", worker=worker.url, endpoint=worker.endpoint)
+        case Remove(url):
+            log.info("worker removed", worker=url)

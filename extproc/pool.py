@@ -1,0 +1,88 @@
+"""The workers of one pool and the leases on them.
+
+Invariants: ``candidates`` is an immutable tuple sorted by ``order`` and is swapped by one
+assignment, so a reader never sees half an update; a worker's ``in_flight`` is the number of its
+leases not yet released; a lease is released once, however often it is asked to; a worker that is
+removed keeps its leases, and one that comes back under the same URL is a new worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from extproc.discovery.updates import Add, Remove, Reset, Update, WorkerSpec
+from policies.base import Worker
+
+
+class Lease:
+    """One in-flight unit of a worker."""
+
+    __slots__ = ("_pool", "worker")
+
+    def __init__(self, pool: Pool, worker: Worker) -> None:
+        self._pool: Pool | None = pool
+        self.worker = worker
+        worker.in_flight += 1
+        pool.in_flight += 1
+
+    def release(self) -> bool:
+        """Give the unit back; tell whether this call was the one that did."""
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return False
+        self.worker.in_flight -= 1
+        pool.in_flight -= 1
+        return True
+
+
+class Pool:
+    """The workers that serve one model in one role."""
+
+    __slots__ = ("_by_url", "_next_order", "candidates", "in_flight", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.candidates: tuple[Worker, ...] = ()
+        self.in_flight = 0
+        """Leases out, those on removed workers included."""
+        self._by_url: dict[str, Worker] = {}
+        self._next_order = 0
+
+    def apply(self, update: Update) -> bool:
+        """Take *update* in; tell whether the workers changed."""
+        match update:
+            case Reset(workers):
+                return self._reset(workers)
+            case Add(worker):
+                return self._reset([*self._others(worker.url), worker])
+            case Remove(url):
+                return self._reset(self._others(url))
+            case _:
+                assert_never(update)
+
+    def acquire(self, worker: Worker) -> Lease:
+        """Count one more request on *worker*."""
+        return Lease(self, worker)
+
+    def get(self, url: str) -> Worker | None:
+        """Return the worker known as *url*."""
+        return self._by_url.get(url)
+
+    def _others(self, url: str) -> list[WorkerSpec]:
+        return [WorkerSpec(w.url, w.endpoint) for w in self.candidates if w.url != url]
+
+    def _reset(self, specs: Iterable[WorkerSpec]) -> bool:
+        known = self._by_url
+        workers: dict[str, Worker] = {}
+        for spec in specs:
+            worker = known.get(spec.url)
+            if worker is None or worker.endpoint != spec.endpoint:
+                worker = Worker(url=spec.url, endpoint=spec.endpoint, order=self._next_order)
+                self._next_order += 1
+            workers[spec.url] = worker
+        if workers == known:
+            return False
+        self._by_url = workers
+        self.candidates = tuple(sorted(workers.values(), key=lambda worker: worker.order))
+        return True

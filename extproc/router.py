@@ -1,0 +1,81 @@
+"""From a request to a decision: candidates, policy, ordered endpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Sequence
+
+from extproc.errors import Refusal
+from extproc.pool import Pool
+from policies.base import Observer, Policy, Request, Worker
+
+MAX_ENDPOINTS = 3
+"""The pick and its fallbacks: each of Envoy's retries takes the next one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Routed:
+    """Send the request to ``workers[0]``; the others are for retries, in this order."""
+
+    pool: Pool
+    workers: tuple[Worker, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer the client instead."""
+
+    refusal: Refusal
+
+
+Decision = Routed | Refused
+
+
+class Router:
+    """Applies one policy to one pool. Decides synchronously and does no I/O."""
+
+    __slots__ = ("_observer", "_rng", "needs_body", "policy", "pool")
+
+    def __init__(self, pool: Pool, policy: Policy, rng: random.Random) -> None:
+        self.pool = pool
+        self.policy = policy
+        self.needs_body = policy.needs_body
+        self._observer = policy if isinstance(policy, Observer) else None
+        self._rng = rng
+
+    def decide(
+        self, request: Request, now: float, *, subset: Collection[str] | None = None
+    ) -> Decision:
+        """Pick a worker and its fallbacks for *request*.
+
+        *subset*: the endpoints that a gateway allows for this request, as ``ip:port`` or ``ip``
+        (any port); None allows all (Endpoint Picker Protocol 004, subset hint).
+        """
+        workers: Sequence[Worker] = self.pool.candidates
+        if subset is not None:
+            workers = tuple(w for w in workers if _allowed(w.endpoint, subset))
+        if not workers:
+            return Refused(Refusal.NO_WORKER)
+
+        picked = (self.policy.pick(request, workers, now=now, rng=self._rng),)
+        while len(picked) < MAX_ENDPOINTS and len(workers) > 1:
+            workers = _without(workers, picked[-1])
+            picked += (self.policy.pick(request, workers, now=now, rng=self._rng),)
+        if self._observer is not None:
+            self._observer.on_sent(picked[0], request, now)
+        return Routed(self.pool, picked)
+
+    def on_done(self, worker: Worker, now: float) -> None:
+        """The request on *worker* ended."""
+        if self._observer is not None:
+            self._observer.on_done(worker, now)
+
+
+def _allowed(endpoint: str, subset: Collection[str]) -> bool:
+    return endpoint in subset or endpoint.rpartition(":")[0] in subset
+
+
+def _without(workers: Sequence[Worker], worker: Worker) -> Sequence[Worker]:
+    position = workers.index(worker)
+    return (*workers[:position], *workers[position + 1 :])

@@ -1,0 +1,56 @@
+"""``envoy/bootstrap.yaml`` with its addresses: what Envoy needs before it can ask for the rest.
+
+Plain YAML work, without the xDS classes: the launcher starts fast.
+"""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from extproc.address import Address
+
+EXTPROC_CLUSTER = "extproc"
+"""Envoy's cluster for this service's gRPC: xDS, ext_proc and access log. Stands in the bootstrap."""
+
+
+def read_shipped(name: str) -> str:
+    """Return the text of a file of ``envoy/``: from the wheel, or from a checkout."""
+    packed = resources.files("extproc") / "_data" / name
+    if packed.is_file():
+        return packed.read_text()
+    return (Path(__file__).parents[2] / "envoy" / name).read_text()
+
+
+def build_bootstrap(grpc: Address, envoy_admin: Address) -> dict[str, Any]:
+    """Return the shipped bootstrap with the service's and Envoy's own admin address put in."""
+    bootstrap: dict[str, Any] = yaml.safe_load(read_shipped("bootstrap.yaml"))
+    shipped_admin = bootstrap["admin"]["address"]
+    bootstrap["admin"]["address"] = plain_address(envoy_admin)
+    if envoy_admin.path:
+        bootstrap["admin"]["address"]["pipe"]["mode"] = shipped_admin["pipe"]["mode"]
+    assignment = extproc_cluster(bootstrap)["load_assignment"]
+    assignment["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] = plain_address(grpc)
+    return bootstrap
+
+
+def extproc_cluster(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the cluster of this service in a bootstrap."""
+    clusters = config["static_resources"]["clusters"]
+    found: dict[str, Any] = next(c for c in clusters if c["name"] == EXTPROC_CLUSTER)
+    return found
+
+
+def plain_address(address: Address) -> dict[str, Any]:
+    """Return *address* as Envoy's YAML has it."""
+    if address.path:
+        return {"pipe": {"path": address.path}}
+    return {"socket_address": {"address": address.host, "port_value": address.port}}
+
+
+def to_yaml(config: dict[str, Any]) -> str:
+    """Write *config* so that a person can read it."""
+    return yaml.safe_dump(config, sort_keys=False, default_flow_style=False, width=100)

@@ -1,0 +1,130 @@
+"""CDS: one cluster per pool, and one for this service's own HTTP endpoints.
+
+A pool's cluster takes the endpoint from the metadata that ext_proc sets, never from a header, so a
+client cannot name one. Each retry takes the next endpoint of the list. Without metadata (service
+away, or list used up) Envoy's own least-request balancing decides.
+"""
+
+from __future__ import annotations
+
+from envoy_data_plane.envoy.config.cluster.v3 import (
+    CircuitBreakers,
+    CircuitBreakersThresholds,
+    Cluster,
+    ClusterDiscoveryType,
+    ClusterEdsClusterConfig,
+    LoadBalancingPolicy,
+    LoadBalancingPolicyPolicy,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    Http1ProtocolOptions,
+    HttpProtocolOptions as CommonHttpProtocolOptions,
+)
+from envoy_data_plane.envoy.config.core.v3 import TypedExtensionConfig
+from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
+from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
+    OverrideHost,
+    OverrideHostOverrideHostSource,
+)
+from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
+    HttpProtocolOptions,
+    HttpProtocolOptionsExplicitHttpConfig,
+)
+from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.google.protobuf import Any
+
+from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
+from extproc.xds.model import ADMIN_CLUSTER, UNROUTED_CLUSTER, EnvoyModel, PoolModel
+from extproc.xds.wire import endpoint_addresses, from_ads, load_assignment, seconds
+
+CONNECT_TIMEOUT_S = 1.0
+WORKER_IDLE_TIMEOUT_S = 4.0
+"""Below the 5 s after which uvicorn, and so vLLM, closes an idle connection: Envoy must close first,
+or a request now and then meets a connection that is just being closed."""
+
+UNLIMITED = 2**31
+"""Envoy's default of 1024 connections and requests is far below what workers hold open."""
+
+SERVED_KEY = "x-gateway-destination-endpoint-served"
+HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+
+
+def build_clusters(model: EnvoyModel, *, static: bool = False) -> list[Cluster]:
+    """Return all clusters; with *static*, endpoints stand inside instead of coming from EDS."""
+    clusters = [build_pool_cluster(pool, static=static) for pool in model.pools]
+    clusters.append(
+        Cluster(
+            name=ADMIN_CLUSTER,
+            type=ClusterDiscoveryType.STATIC,
+            connect_timeout=seconds(CONNECT_TIMEOUT_S),
+            load_assignment=load_assignment(ADMIN_CLUSTER, [model.admin_address]),
+        )
+    )
+    if model.fail_closed:
+        clusters.append(
+            Cluster(
+                name=UNROUTED_CLUSTER,
+                type=ClusterDiscoveryType.STATIC,
+                connect_timeout=seconds(CONNECT_TIMEOUT_S),
+                load_assignment=load_assignment(UNROUTED_CLUSTER, []),
+            )
+        )
+    return clusters
+
+
+def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
+    """Return the cluster of *pool*."""
+    cluster = Cluster(
+        name=pool.name,
+        connect_timeout=seconds(CONNECT_TIMEOUT_S),
+        load_balancing_policy=LoadBalancingPolicy(policies=[_policy("override_host", _by_metadata())]),
+        circuit_breakers=CircuitBreakers(
+            thresholds=[
+                CircuitBreakersThresholds(
+                    max_connections=UNLIMITED,
+                    max_pending_requests=UNLIMITED,
+                    max_requests=UNLIMITED,
+                    max_retries=UNLIMITED,
+                )
+            ]
+        ),
+        typed_extension_protocol_options={HTTP_OPTIONS: Any.pack(_http_options())},
+    )
+    if static:
+        cluster.type = ClusterDiscoveryType.STATIC
+        cluster.load_assignment = load_assignment(pool.name, endpoint_addresses(pool.endpoints))
+    else:
+        cluster.type = ClusterDiscoveryType.EDS
+        cluster.eds_cluster_config = ClusterEdsClusterConfig(eds_config=from_ads())
+    return cluster
+
+
+def _by_metadata() -> OverrideHost:
+    return OverrideHost(
+        override_host_sources=[OverrideHostOverrideHostSource(metadata=_metadata_key(ENDPOINT_KEY))],
+        selected_host_key=_metadata_key(SERVED_KEY),
+        fallback_policy=LoadBalancingPolicy(policies=[_policy("least_request", LeastRequest())]),
+    )
+
+
+def _metadata_key(key: str) -> MetadataKey:
+    return MetadataKey(key=METADATA_NAMESPACE, path=[MetadataKeyPathSegment(key=key)])
+
+
+def _policy(name: str, config: OverrideHost | LeastRequest) -> LoadBalancingPolicyPolicy:
+    return LoadBalancingPolicyPolicy(
+        typed_extension_config=TypedExtensionConfig(
+            name=f"envoy.load_balancing_policies.{name}", typed_config=Any.pack(config)
+        )
+    )
+
+
+def _http_options() -> HttpProtocolOptions:
+    return HttpProtocolOptions(
+        common_http_protocol_options=CommonHttpProtocolOptions(
+            idle_timeout=seconds(WORKER_IDLE_TIMEOUT_S)
+        ),
+        explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
+            http_protocol_options=Http1ProtocolOptions()
+        ),
+    )

@@ -1,0 +1,100 @@
+"""The ext_proc filter: how Envoy asks this service."""
+
+from __future__ import annotations
+
+from envoy_data_plane.envoy.config.core.v3 import GrpcService, GrpcServiceEnvoyGrpc
+from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRules
+from envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 import (
+    ExternalProcessor,
+    ExternalProcessorRouteCacheAction,
+    ExtProcPerRoute,
+    HeaderForwardingRules,
+    MetadataOptions,
+    MetadataOptionsMetadataNamespaces,
+    ProcessingMode,
+    ProcessingModeBodySendMode,
+    ProcessingModeHeaderSendMode,
+)
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
+from envoy_data_plane.envoy.type.matcher.v3 import (
+    ListStringMatcher,
+    RegexMatcher,
+    StringMatcher,
+)
+from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
+from envoy_data_plane.google.protobuf import Any
+
+from extproc.exchange import (
+    CLUSTER_HEADER,
+    ENDPOINT_KEY,
+    METADATA_NAMESPACE,
+    REQUEST_ID_HEADER,
+    SUBSET_NAMESPACE,
+)
+from extproc.xds.bootstrap import EXTPROC_CLUSTER
+from extproc.xds.model import EnvoyModel
+from extproc.xds.wire import seconds
+
+FILTER_NAME = "envoy.filters.http.ext_proc"
+CREDENTIAL_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key", "api-key")
+"""No pick depends on them, so the service never sees them."""
+
+_SEND = ProcessingModeHeaderSendMode.SEND
+_SKIP = ProcessingModeHeaderSendMode.SKIP
+
+
+def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
+    """Return the filter; without *read_body* (protocol upgrades) it hands over headers only."""
+    config = ExternalProcessor(
+        grpc_service=GrpcService(
+            envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
+            timeout=seconds(0),  # the stream lives as long as the request
+        ),
+        failure_mode_allow=not model.fail_closed,
+        processing_mode=_processing_mode(model, read_body=read_body),
+        message_timeout=seconds(model.decision_timeout_s),
+        allow_mode_override=not model.full_duplex,
+        route_cache_action=ExternalProcessorRouteCacheAction.DEFAULT,
+        forward_rules=HeaderForwardingRules(
+            disallowed_headers=ListStringMatcher(
+                patterns=[StringMatcher(exact=name) for name in CREDENTIAL_HEADERS]
+            )
+        ),
+        mutation_rules=HeaderMutationRules(
+            disallow_all=True,
+            allow_expression=RegexMatcher(
+                regex=f"^({CLUSTER_HEADER}|{REQUEST_ID_HEADER}|{ENDPOINT_KEY})$"
+            ),
+        ),
+        metadata_options=MetadataOptions(
+            forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[SUBSET_NAMESPACE]),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE]),
+        ),
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
+    )
+    return HttpFilter(name=FILTER_NAME, typed_config=Any.pack(config))
+
+
+def build_disabled() -> dict[str, Any]:
+    """Return the per-route configuration that switches the filter off."""
+    return {FILTER_NAME: Any.pack(ExtProcPerRoute(disabled=True))}
+
+
+def _processing_mode(model: EnvoyModel, *, read_body: bool) -> ProcessingMode:
+    body = ProcessingModeBodySendMode.NONE
+    request_trailers = _SKIP
+    if read_body and model.full_duplex:
+        body = ProcessingModeBodySendMode.FULL_DUPLEX_STREAMED
+        request_trailers = _SEND  # Envoy demands it in this mode
+    elif read_body:
+        body = ProcessingModeBodySendMode.BUFFERED
+    return ProcessingMode(
+        request_header_mode=_SEND,
+        request_body_mode=body,
+        request_trailer_mode=request_trailers,
+        response_header_mode=_SKIP,
+        response_body_mode=ProcessingModeBodySendMode.NONE,
+        # Keeps the stream open until the HTTP stream ends: its end releases the lease. Costs no
+        # message unless the response really has trailers.
+        response_trailer_mode=_SEND,
+    )

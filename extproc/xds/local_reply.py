@@ -1,0 +1,128 @@
+"""Envoy's own answers, worded as OpenAI errors.
+
+Envoy answers some requests itself: no worker could be reached, the body is too large, the service is
+away. Its texts name addresses and internals; these do not. Answers that this service makes carry
+``router_`` details and pass as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from envoy_data_plane.envoy.config.accesslog.v3 import (
+    AccessLogFilter,
+    ComparisonFilter,
+    ComparisonFilterOp,
+    ExtensionFilter,
+    ResponseFlagFilter,
+    StatusCodeFilter,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
+    DataSource,
+    RuntimeUInt32,
+    SubstitutionFormatString,
+)
+from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
+    LocalReplyConfig,
+    ResponseMapper,
+)
+from envoy_data_plane.google.protobuf import Any
+
+from extproc.errors import Refusal, error_body, refusal_message
+
+OWN_DETAILS_PREFIX = "router_"
+
+
+def build_local_replies() -> LocalReplyConfig:
+    """Return the mappers; the first that matches words the answer."""
+    return LocalReplyConfig(
+        mappers=[
+            _mapper(
+                _status(413), 413, Refusal.PAYLOAD_TOO_LARGE, refusal_message(Refusal.PAYLOAD_TOO_LARGE)
+            ),
+            _mapper(
+                _status(431),
+                431,
+                "request_header_fields_too_large",
+                "The request headers are larger than this router accepts.",
+            ),
+            _mapper(
+                _details("details.startsWith('ext_proc_error')"),
+                503,
+                "router_unavailable",
+                "The router cannot choose a worker at the moment. Retry later.",
+            ),
+            _mapper(
+                _flags("UH", "NC", "NFCF"),
+                503,
+                Refusal.NO_WORKER,
+                refusal_message(Refusal.NO_WORKER),
+            ),
+            _mapper(
+                _flags("UT", "SI", "DT", "UMSDR"),
+                504,
+                "upstream_timeout",
+                "The worker did not answer in time.",
+            ),
+            _mapper(
+                _flags("UF", "UC", "UR", "LR", "URX", "UO", "UPE", "DF"),
+                503,
+                "worker_connection_failed",
+                "The connection to the worker failed before it answered. Retry later.",
+            ),
+            _mapper(
+                _flags("DPE", "IH"),
+                400,
+                "bad_request",
+                "The request is not valid HTTP.",
+            ),
+            _mapper(
+                _details(f"!details.startsWith('{OWN_DETAILS_PREFIX}')"),
+                None,
+                "request_failed",
+                "The router could not pass on this request.",
+            ),
+        ]
+    )
+
+
+def _mapper(
+    condition: AccessLogFilter, status: int | None, code: str, message: str
+) -> ResponseMapper:
+    body = error_body(status or 500, code, message).replace("%", "%%")
+    return ResponseMapper(
+        filter=condition,
+        body_format_override=SubstitutionFormatString(
+            text_format_source=DataSource(inline_string=body), content_type="application/json"
+        ),
+    )
+
+
+def _status(code: int) -> AccessLogFilter:
+    return AccessLogFilter(
+        status_code_filter=StatusCodeFilter(
+            comparison=ComparisonFilter(
+                op=ComparisonFilterOp.EQ,
+                value=RuntimeUInt32(default_value=code, runtime_key=f"local_reply.{code}"),
+            )
+        )
+    )
+
+
+def _flags(*flags: str) -> AccessLogFilter:
+    return AccessLogFilter(response_flag_filter=ResponseFlagFilter(flags=_list(flags)))
+
+
+def _list(flags: Sequence[str]) -> list[str]:
+    return list(flags)
+
+
+def _details(expression: str) -> AccessLogFilter:
+    text = expression.replace("details", "response.code_details")
+    return AccessLogFilter(
+        extension_filter=ExtensionFilter(
+            name="envoy.access_loggers.extension_filters.cel",
+            typed_config=Any.pack(ExpressionFilter(expression=text)),
+        )
+    )

@@ -1,0 +1,108 @@
+"""One Envoy's ADS stream as a state machine: requests and snapshots in, responses out.
+
+State of the world (SotW) xDS over one aggregated stream. Rules, from Envoy's xDS protocol page
+(https://www.envoyproxy.io/docs/envoy/latest/api-docs/xds_protocol):
+
+* A request with the nonce of our last response of its type acknowledges it, or refuses it when
+  ``error_detail`` is set (NACK); after a NACK Envoy keeps what it had, and we do not send the same
+  version again.
+* A request with an older nonce is stale and gets no answer.
+* A request that names other resources than before is a new subscription and is answered at once.
+* What is referred to is sent first: clusters, endpoints, listeners, routes. A cluster that changes warms
+  up until its endpoints arrive, and a listener until its routes do, so those follow always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from extproc.xds.snapshot import CLUSTER_TYPE, ENDPOINT_TYPE, LISTENER_TYPE, ROUTE_TYPE, TYPES, Snapshot
+from protos.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+
+_FOLLOWS = {CLUSTER_TYPE: ENDPOINT_TYPE, LISTENER_TYPE: ROUTE_TYPE}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Nack:
+    """Envoy refused a version."""
+
+    type_url: str
+    version: str
+    message: str
+    """Envoy's own words."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Subscription:
+    names: tuple[str, ...]
+    sent_version: str = ""
+    acked_version: str = ""
+    nonce: str = ""
+
+
+class AdsSession:
+    """The subscriptions of one stream."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._subscriptions: dict[str, _Subscription] = {}
+        self._nonce = 0
+
+    def on_request(self, request: DiscoveryRequest) -> tuple[list[DiscoveryResponse], Nack | None]:
+        """Take a request; return what to send and, if it was one, the refusal."""
+        type_url = request.type_url
+        if type_url not in TYPES:
+            return [], None  # Envoy may ask for types that we do not serve (secrets, runtime)
+        names = tuple(sorted(set(request.resource_names)))
+        subscription = self._subscriptions.get(type_url)
+        if subscription is None or not request.response_nonce:
+            self._subscriptions[type_url] = _Subscription(names)
+            return [self._respond(type_url)], None
+        if request.response_nonce != subscription.nonce:
+            return [], None
+        nack = None
+        if request.HasField("error_detail"):
+            nack = Nack(type_url, subscription.sent_version, request.error_detail.message)
+        else:
+            subscription.acked_version = subscription.sent_version
+        if names != subscription.names:
+            subscription.names = names
+            return [self._respond(type_url)], nack
+        return [], nack
+
+    def on_snapshot(self, snapshot: Snapshot) -> list[DiscoveryResponse]:
+        """Return what must be sent so that Envoy follows *snapshot*, in order."""
+        self._snapshot = snapshot
+        responses = []
+        due = False
+        for type_url in TYPES:
+            subscription = self._subscriptions.get(type_url)
+            if subscription is None:
+                continue
+            changed = subscription.sent_version != snapshot.resources[type_url].version
+            if changed or due:
+                responses.append(self._respond(type_url))
+            due = changed and type_url in _FOLLOWS
+        return responses
+
+    def serving(self) -> bool:
+        """Tell whether Envoy has accepted some version of every type: it can pass on requests."""
+        return all(
+            type_url in self._subscriptions and self._subscriptions[type_url].acked_version
+            for type_url in TYPES
+        )
+
+    def _respond(self, type_url: str) -> DiscoveryResponse:
+        subscription = self._subscriptions[type_url]
+        resources = self._snapshot.resources[type_url]
+        self._nonce += 1
+        subscription.nonce = str(self._nonce)
+        subscription.sent_version = resources.version
+        response = DiscoveryResponse(
+            version_info=resources.version, type_url=type_url, nonce=subscription.nonce
+        )
+        for name, value in resources.by_name.items():
+            # CDS and LDS are wildcards: no names means all. EDS and RDS answer what was asked for.
+            if not subscription.names or name in subscription.names:
+                response.resources.add(type_url=type_url, value=value)
+        return response
