@@ -15,8 +15,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 def compile_protos(root: Path) -> list[Path]:
     """Run protoc over every ``.proto`` file of *root*/protos; return what was written."""
-    import grpc_tools  # noqa: PLC0415 - a build requirement, absent at run time
-    from grpc_tools import protoc  # noqa: PLC0415
+    import grpc_tools
+    from grpc_tools import protoc
 
     sources = sorted((root / "protos").glob("*.proto"))
     well_known = Path(grpc_tools.__file__).parent / "_proto"
@@ -39,7 +39,7 @@ class ProtoBuildHook(BuildHookInterface[Any]):
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called by hatchling before it collects files."""
+        """Compile before hatchling collects files."""
         if self.target_name != "wheel":
             return
         compile_protos(Path(self.root))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import grpc
-import grpc.aio
 import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from extproc.address import join_host_port
+from extproc.grpc_types import Stream, stream_unary
 from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.xds.model import ADMIN_CLUSTER
-from protos.access_log_pb2 import HTTPAccessLogEntry, StreamAccessLogsMessage, StreamAccessLogsResponse
+from protos.access_log_pb2 import (
+    HTTPAccessLogEntry,
+    StreamAccessLogsMessage,
+    StreamAccessLogsResponse,
+)
 
 SERVICE_NAME = "envoy.service.accesslog.v3.AccessLogService"
 
@@ -30,21 +33,19 @@ class AccessLogService:
         self._metrics = metrics
         self._worker_url = worker_url
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers."""
-        method = grpc.stream_unary_rpc_method_handler(self.receive)
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, {"StreamAccessLogs": method})
+        return stream_unary(SERVICE_NAME, "StreamAccessLogs", self.receive)
 
-    async def receive(
-        self, _requests: object, context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> bytes:
+    async def receive(self, _requests: object, context: Stream) -> bytes:
         """Take entries until Envoy goes away."""
-        while (raw := await context.read()) is not grpc.aio.EOF:
+        while isinstance(raw := await context.read(), bytes):  # else EOF
             try:
                 message = StreamAccessLogsMessage.FromString(raw)
             except DecodeError as error:
                 log.warning("access log message refused", reason=cap(str(error)))
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not an access log message")
+                break
             for entry in message.http_logs.log_entry:
                 self.record(entry)
         return StreamAccessLogsResponse().SerializeToString()

@@ -14,7 +14,9 @@ from urllib.parse import urlsplit
 # sockaddr_un.sun_path on Linux holds 108 bytes, the closing zero included.
 MAX_UNIX_PATH_BYTES = 107
 
-_HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*\.?")
+_HOST_NAME = re.compile(
+    r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*\.?"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,7 +35,9 @@ class Address:
             if not path.startswith("/"):
                 raise ValueError(f"unix socket path must be absolute, got {text!r}")
             if len(path.encode()) > MAX_UNIX_PATH_BYTES:
-                raise ValueError(f"unix socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path!r}")
+                raise ValueError(
+                    f"unix socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path!r}"
+                )
             return cls(path=path)
         host, separator, port = text.rpartition(":")
         if not separator or not port.isdecimal() or int(port) > 65535:
@@ -64,7 +68,9 @@ class WorkerUrl:
         if parts.scheme != "http":
             raise ValueError(f"{hint}, got scheme {parts.scheme!r}")
         if parts.username is not None or parts.password is not None:
-            raise ValueError(f"worker URL of host {parts.hostname!r}: user and password are not allowed")
+            raise ValueError(
+                f"worker URL of host {parts.hostname!r}: user and password are not allowed"
+            )
         if parts.path not in ("", "/") or parts.query or parts.fragment:
             raise ValueError(f"{hint}, without path, query or fragment")
         try:

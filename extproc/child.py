@@ -39,7 +39,7 @@ class Child:
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL if quiet else None,
-            preexec_fn=die_with_parent,  # noqa: PLW1509 - the only place to set it; one thread here
+            preexec_fn=die_with_parent,
             process_group=0,
         )
         return cls(name, process)

@@ -77,6 +77,7 @@ def build_parser() -> argparse.ArgumentParser:
     sim_worker = add("sim-worker", _sim_worker, "Run a simulated vLLM worker.")
     try:
         from extproc.sim import command as sim
+
         sim.add_arguments(sim_worker)
     except ImportError:
         pass
@@ -133,9 +134,9 @@ def _flag_options(annotated: Any) -> tuple[dict[str, Any], str]:
 
 
 def _shown_default(value: Any) -> str:
-    if value == "" or value == ():
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return str(value) if value or value == 0 else "none"
 
 
 def _launch(parsed: argparse.Namespace) -> int:
@@ -184,5 +185,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     from extproc import demo
 
     config = config_from(parsed)
-    log.configure("warning", config.log_dir, "launcher")
+    if "log_level" not in parsed:  # the demo's own output is what a person wants to see
+        config = msgspec.structs.replace(config, log_level="warning")
+    log.configure(config.log_level, config.log_dir, "launcher")
     return demo.run(config, workers=parsed.workers, serve=parsed.serve)

@@ -35,7 +35,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be configured."""
 
-    host: Annotated[str, Meta(description="IP address on which Envoy serves clients.")] = "127.0.0.1"
+    host: Annotated[str, Meta(description="IP address on which Envoy serves clients.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[Port, Meta(description="Port on which Envoy serves clients.")] = 30000
     worker_urls: Annotated[
         tuple[str, ...],
@@ -47,7 +49,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "round_robin"
     max_payload_size: Annotated[
         int,
-        Meta(ge=1, le=2**32 - 1, description="Largest request body in bytes; a larger one gets 413."),
+        Meta(
+            ge=1, le=2**32 - 1, description="Largest request body in bytes; a larger one gets 413."
+        ),
     ] = 536870912
     request_timeout_secs: Annotated[
         Seconds,
@@ -172,7 +176,7 @@ def build_policy(choice: str | PolicyConfig) -> Policy:
             f"policy {choice.name!r} has no parameter {unknown[0]!r}; its parameters: {expected}"
         )
     try:
-        return typing.cast(Policy, msgspec.convert(choice.params, cls))
+        return msgspec.convert(choice.params, cls)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"policy {choice.name!r}: {error}") from error
 

@@ -35,7 +35,9 @@ def run(config: Config, *, workers: int, serve: bool) -> int:
     if workers < 1:
         raise ConfigError(f"--workers: expected at least 1, got {workers}")
     if not serve and importlib.util.find_spec("openai") is None:
-        raise ConfigError("the demo speaks through the OpenAI SDK; install it with: pip install openai")
+        raise ConfigError(
+            "the demo speaks through the OpenAI SDK; install it with: pip install openai"
+        )
     return asyncio.run(_run(config, workers, serve=serve))
 
 

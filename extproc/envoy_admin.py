@@ -32,7 +32,9 @@ class EnvoyAdmin:
 
     async def active_requests(self) -> int | None:
         """Return the requests under way, or None when Envoy does not answer."""
-        found = await self._request("GET", "/stats?format=json&filter=^http.ingress.downstream_rq_active$")
+        found = await self._request(
+            "GET", "/stats?format=json&filter=^http.ingress.downstream_rq_active$"
+        )
         if found is None:
             return None
         return sum(int(stat.get("value", 0)) for stat in found.get("stats", ()))

@@ -145,13 +145,13 @@ class Exchange:
                 answers = self._on_response_body(message.response_body)
             case "response_trailers":
                 answers = [_CONTINUE_RESPONSE_TRAILERS]
-            case None:
+            case _:
                 raise ProtocolError("the message holds no request that this service knows")
         # In observability mode Envoy wants no answers and would count them as spurious.
         return [] if message.observability_mode else answers
 
     def close(self, now: float) -> None:
-        """The stream has ended: give the worker back."""
+        """Give the worker back: the stream has ended."""
         lease = self._lease
         if lease is not None and lease.release():
             self._router.on_done(lease.worker, now)
@@ -216,7 +216,10 @@ class Exchange:
             case _State.BODY if self._buffered:
                 raise ProtocolError("trailers before the buffered body")
             case _State.BODY:
-                return [*self._decide_collected(now, end_of_stream=False), _CONTINUE_REQUEST_TRAILERS]
+                return [
+                    *self._decide_collected(now, end_of_stream=False),
+                    _CONTINUE_REQUEST_TRAILERS,
+                ]
             case _State.DECIDED:
                 return [_CONTINUE_REQUEST_TRAILERS]
 
@@ -242,7 +245,10 @@ class Exchange:
         headers = {} if self._headers is None else header_map(self._headers.headers)
         self._headers = None
         request = Request(
-            method=headers.get(":method", ""), path=headers.get(":path", ""), headers=headers, body=body
+            method=headers.get(":method", ""),
+            path=headers.get(":path", ""),
+            headers=headers,
+            body=body,
         )
         decision = self._router.decide(request, now, subset=self._subset)
         if isinstance(decision, Refused):
@@ -250,7 +256,9 @@ class Exchange:
         self.decision = decision
         self._lease = decision.pool.acquire(decision.workers[0])
         needs_id = not headers.get(REQUEST_ID_HEADER)
-        return [self._routed(decision, in_body=in_body, body_follows=body_follows, needs_id=needs_id)]
+        return [
+            self._routed(decision, in_body=in_body, body_follows=body_follows, needs_id=needs_id)
+        ]
 
     def _routed(
         self, decision: Routed, *, in_body: bool, body_follows: bool, needs_id: bool

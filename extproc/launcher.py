@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import structlog
@@ -78,14 +79,16 @@ class Launcher:
 
     async def _supervise(self, stop: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
         children: dict[str, Child] = {}
-        stopped = asyncio.ensure_future(stop.wait())
+        stopped = asyncio.create_task(stop.wait())
         try:
             children["service"] = await self._start_service()
             await self._until(children, stopped, self._service_answers)
             children["envoy"] = await self._start_envoy()
             await self._until(children, stopped, self._admin.listening)
             if not stop.is_set():
-                log.info("router ready", url=self.base_url, **{n: c.pid for n, c in children.items()})
+                log.info(
+                    "router ready", url=self.base_url, **{n: c.pid for n, c in children.items()}
+                )
                 if on_ready is not None:
                     on_ready()
                 async with asyncio.TaskGroup() as tasks:
@@ -105,7 +108,9 @@ class Launcher:
                 if name in children:
                     await children[name].stop(STOP_TIMEOUT_S)
 
-    async def _keep(self, children: dict[str, Child], name: str, start: Callable[[], Awaitable[Child]]) -> None:
+    async def _keep(
+        self, children: dict[str, Child], name: str, start: Callable[[], Awaitable[Child]]
+    ) -> None:
         """Start child *name* again whenever it ends."""
         failures = 0
         while True:
@@ -139,7 +144,7 @@ class Launcher:
     async def _until(
         self,
         children: dict[str, Child],
-        stopped: asyncio.Future[bool],
+        stopped: asyncio.Task[Literal[True]],
         up: Callable[[], Awaitable[bool]],
     ) -> None:
         """Wait until *up* says so; fail when a child ends first."""
@@ -183,7 +188,7 @@ class Launcher:
         if config.envoy_concurrency:
             command += ["--concurrency", str(config.envoy_concurrency)]
         if config.log_dir:
-            command += ["--log-path", str(Path(config.log_dir).absolute() / "envoy.log")]
+            command += ["--log-path", f"{config.log_dir}/envoy.log"]
         return await Child.start("envoy", command, quiet=True)
 
     def _write_files(self) -> None:

@@ -153,10 +153,9 @@ def _bind_grpc(server: grpc.aio.Server, address: Address) -> None:
         bound = server.add_insecure_port(str(address))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address} (--grpc-address): {error}") from error
-    if address.path:
-        Path(address.path).chmod(0o600)
-    elif bound == 0:
+    if not address.path and bound == 0:
         raise ConfigError(f"cannot listen on {address} (--grpc-address)")
+    _only_for_this_user(address)
 
 
 async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
@@ -172,15 +171,19 @@ async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
         await site.start()
     except OSError as error:
         raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
-    if address.path:
-        Path(address.path).chmod(0o600)
+    _only_for_this_user(address)
     return runner
 
 
 def _remove_stale_socket(address: Address) -> None:
-    """A service that was killed leaves its socket behind, and binding would fail."""
+    """Make binding possible after a service that was killed left its socket behind."""
     if address.path:
         Path(address.path).unlink(missing_ok=True)
+
+
+def _only_for_this_user(address: Address) -> None:
+    if address.path:
+        Path(address.path).chmod(0o600)
 
 
 def _report_unresolved(url: str, reason: str) -> None:

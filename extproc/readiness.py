@@ -19,7 +19,11 @@ class ReadinessState:
     def body(self) -> dict[str, str | int]:
         """Return the JSON body; keys as vLLM Router's."""
         if self.ready:
-            return {"status": "ready", "healthy_workers": self.workers, "total_workers": self.workers}
+            return {
+                "status": "ready",
+                "healthy_workers": self.workers,
+                "total_workers": self.workers,
+            }
         return {"status": "not_ready", "reason": self.reason, "total_workers": self.workers}
 
 

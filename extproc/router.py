@@ -58,7 +58,7 @@ class Router:
         if not workers:
             return Refused(Refusal.NO_WORKER)
 
-        picked = (self.policy.pick(request, workers, now=now, rng=self._rng),)
+        picked: tuple[Worker, ...] = (self.policy.pick(request, workers, now=now, rng=self._rng),)
         while len(picked) < MAX_ENDPOINTS and len(workers) > 1:
             workers = _without(workers, picked[-1])
             picked += (self.policy.pick(request, workers, now=now, rng=self._rng),)
@@ -67,7 +67,7 @@ class Router:
         return Routed(self.pool, picked)
 
     def on_done(self, worker: Worker, now: float) -> None:
-        """The request on *worker* ended."""
+        """Tell the policy that a request on *worker* ended."""
         if self._observer is not None:
             self._observer.on_done(worker, now)
 

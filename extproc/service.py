@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any
 
 import grpc
-import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
 from extproc.exchange import Exchange
+from extproc.grpc_types import Stream, stream_stream
 from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.router import Refused, Router
@@ -25,8 +24,6 @@ from protos.ext_proc_pb2 import ProcessingRequest
 SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 log = structlog.get_logger(__name__)
-
-Context = grpc.aio.ServicerContext[bytes, bytes]
 
 
 class ExtProcService:
@@ -40,17 +37,16 @@ class ExtProcService:
         self._ids = ids
         self._max_body_bytes = max_body_bytes
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers."""
-        method = grpc.stream_stream_rpc_method_handler(self.process)
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, {"Process": method})
+        return stream_stream(SERVICE_NAME, "Process", self.process)
 
-    async def process(self, _requests: object, context: Context) -> None:
+    async def process(self, _requests: object, context: Stream) -> None:
         """Serve one stream: one HTTP request and its response."""
         exchange = Exchange(self._router, ids=self._ids, max_body_bytes=self._max_body_bytes)
         monotonic = time.monotonic
         try:
-            while (raw := await context.read()) is not grpc.aio.EOF:
+            while isinstance(raw := await context.read(), bytes):  # else EOF
                 started = monotonic()
                 undecided = exchange.decision is None
                 answers = exchange.receive(ProcessingRequest.FromString(raw), started)

@@ -77,9 +77,9 @@ class Observer(Protocol):
     """A policy that wants to know what became of its picks."""
 
     def on_sent(self, worker: Worker, request: Request, now: float) -> None:
-        """*request* goes to *worker*: called once per request, right after the pick."""
+        """Learn that *request* goes to *worker*: once per request, right after the pick."""
         ...
 
     def on_done(self, worker: Worker, now: float) -> None:
-        """The lease on *worker* ended, for whatever reason."""
+        """Learn that a lease on *worker* ended, for whatever reason."""
         ...

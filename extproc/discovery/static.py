@@ -40,7 +40,9 @@ async def watch(
 ) -> AsyncIterator[Update]:
     """Yield one ``Reset`` with every literal address, then ``Add`` as names resolve or move."""
     endpoints = {
-        worker.url: join_host_port(worker.host, worker.port) for worker in urls if is_ip(worker.host)
+        worker.url: join_host_port(worker.host, worker.port)
+        for worker in urls
+        if is_ip(worker.host)
     }
     yield Reset(tuple(WorkerSpec(w.url, endpoints[w.url]) for w in urls if w.url in endpoints))
 

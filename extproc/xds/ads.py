@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc
-import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
 
+from extproc.grpc_types import Stream, stream_stream
 from extproc.metrics import Metrics
 from extproc.xds.snapshot import Snapshot
 from extproc.xds.subscription import AdsSession, Nack
@@ -19,13 +18,11 @@ SERVICE_NAME = "envoy.service.discovery.v3.AggregatedDiscoveryService"
 
 log = structlog.get_logger(__name__)
 
-Context = grpc.aio.ServicerContext[bytes, bytes]
-
 
 class _Stream:
     """One Envoy. Responses of its two sources leave in the order in which they were made."""
 
-    def __init__(self, context: Context, snapshot: Snapshot) -> None:
+    def __init__(self, context: Stream, snapshot: Snapshot) -> None:
         self.session = AdsSession(snapshot)
         self._context = context
         self._writing = asyncio.Lock()
@@ -44,12 +41,9 @@ class AdsService:
         self._metrics = metrics
         self._streams: set[_Stream] = set()
 
-    def handler(self) -> grpc.GenericRpcHandler[Any, Any]:
+    def handler(self) -> grpc.GenericRpcHandler:
         """Return what a server registers."""
-        method = grpc.stream_stream_rpc_method_handler(self.stream)
-        return grpc.method_handlers_generic_handler(
-            SERVICE_NAME, {"StreamAggregatedResources": method}
-        )
+        return stream_stream(SERVICE_NAME, "StreamAggregatedResources", self.stream)
 
     def serving(self) -> bool:
         """Tell whether every connected Envoy has a configuration; true when none takes it from here."""
@@ -62,14 +56,14 @@ class AdsService:
         # A stream that breaks meanwhile is cleaned up by its own handler.
         await asyncio.gather(*sends, return_exceptions=True)
 
-    async def stream(self, _requests: object, context: Context) -> None:
+    async def stream(self, _requests: object, context: Stream) -> None:
         """Serve one Envoy until it goes away."""
         stream = _Stream(context, self._snapshot)
         self._streams.add(stream)
         self._metrics.envoys.set(len(self._streams))
         log.info("envoy connected", envoys=len(self._streams))
         try:
-            while (raw := await context.read()) is not grpc.aio.EOF:
+            while isinstance(raw := await context.read(), bytes):  # else EOF
                 request = DiscoveryRequest.FromString(raw)
                 responses, nack = stream.session.on_request(request)
                 if nack is not None:

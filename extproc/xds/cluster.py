@@ -18,9 +18,11 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
 )
 from envoy_data_plane.envoy.config.core.v3 import (
     Http1ProtocolOptions,
+    TypedExtensionConfig,
+)
+from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptions as CommonHttpProtocolOptions,
 )
-from envoy_data_plane.envoy.config.core.v3 import TypedExtensionConfig
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
@@ -77,7 +79,9 @@ def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
     cluster = Cluster(
         name=pool.name,
         connect_timeout=seconds(CONNECT_TIMEOUT_S),
-        load_balancing_policy=LoadBalancingPolicy(policies=[_policy("override_host", _by_metadata())]),
+        load_balancing_policy=LoadBalancingPolicy(
+            policies=[_policy("override_host", _by_metadata())]
+        ),
         circuit_breakers=CircuitBreakers(
             thresholds=[
                 CircuitBreakersThresholds(
@@ -101,7 +105,9 @@ def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
 
 def _by_metadata() -> OverrideHost:
     return OverrideHost(
-        override_host_sources=[OverrideHostOverrideHostSource(metadata=_metadata_key(ENDPOINT_KEY))],
+        override_host_sources=[
+            OverrideHostOverrideHostSource(metadata=_metadata_key(ENDPOINT_KEY))
+        ],
         selected_host_key=_metadata_key(SERVED_KEY),
         fallback_policy=LoadBalancingPolicy(policies=[_policy("least_request", LeastRequest())]),
     )

@@ -50,7 +50,11 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
     manager = HttpConnectionManager(
         stat_prefix=LISTENER_NAME,
         codec_type=HttpConnectionManagerCodecType.AUTO,
-        http_filters=[build_body_size_limit(model.max_payload_bytes), build_ext_proc(model), _router()],
+        http_filters=[
+            build_body_size_limit(model.max_payload_bytes),
+            build_ext_proc(model),
+            _router(),
+        ],
         upgrade_configs=[
             HttpConnectionManagerUpgradeConfig(
                 upgrade_type="websocket",
@@ -105,7 +109,9 @@ def _remove_routing_headers() -> TypedExtensionConfig:
     config = HeaderMutation(
         mutations=[
             HeaderMutationRule(
-                remove_on_match=HeaderMutationRemoveOnMatch(key_matcher=StringMatcher(prefix=prefix))
+                remove_on_match=HeaderMutationRemoveOnMatch(
+                    key_matcher=StringMatcher(prefix=prefix)
+                )
             )
             for prefix in ROUTING_HEADER_PREFIXES
         ]

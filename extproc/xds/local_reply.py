@@ -39,7 +39,10 @@ def build_local_replies() -> LocalReplyConfig:
     return LocalReplyConfig(
         mappers=[
             _mapper(
-                _status(413), 413, Refusal.PAYLOAD_TOO_LARGE, refusal_message(Refusal.PAYLOAD_TOO_LARGE)
+                _status(413),
+                413,
+                Refusal.PAYLOAD_TOO_LARGE,
+                refusal_message(Refusal.PAYLOAD_TOO_LARGE),
             ),
             _mapper(
                 _status(431),

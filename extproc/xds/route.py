@@ -39,17 +39,23 @@ worker that dies after it got the request."""
 
 def build_routes(model: EnvoyModel) -> RouteConfiguration:
     """Return the one route table."""
-    picked = _inference_route(model, "picked")
-    picked.match.headers = [HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]
-    picked.route.cluster_header = CLUSTER_HEADER
+    to_pick = _action(model)
+    to_pick.cluster_header = CLUSTER_HEADER
+    has_pick = RouteMatch(
+        prefix="/", headers=[HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]
+    )
 
-    unpicked = _inference_route(model, "unpicked")
-    unpicked.route.cluster = UNROUTED_CLUSTER if model.fail_closed else model.pools[0].name
+    to_default = _action(model)
+    to_default.cluster = UNROUTED_CLUSTER if model.fail_closed else model.pools[0].name
 
-    admin = [_admin_route(path) for path in ADMIN_PATHS]
+    routes = [
+        *(_admin_route(path) for path in ADMIN_PATHS),
+        _inference_route(model, "picked", has_pick, to_pick),
+        _inference_route(model, "unpicked", RouteMatch(prefix="/"), to_default),
+    ]
     return RouteConfiguration(
         name=ROUTES_NAME,
-        virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=[*admin, picked, unpicked])],
+        virtual_hosts=[VirtualHost(name="all", domains=["*"], routes=routes)],
     )
 
 
@@ -62,29 +68,33 @@ def _admin_route(path: str) -> Route:
     )
 
 
-def _inference_route(model: EnvoyModel, name: str) -> Route:
+def _inference_route(model: EnvoyModel, name: str, match: RouteMatch, action: RouteAction) -> Route:
     return Route(
         name=name,
-        match=RouteMatch(prefix="/"),
+        match=match,
+        route=action,
         request_body_buffer_limit=model.max_payload_bytes,
         request_headers_to_remove=list(INTERNAL_HEADERS),
-        route=RouteAction(
-            timeout=seconds(0),  # a healthy long stream is never cut
-            idle_timeout=seconds(model.idle_timeout_s),
-            retry_policy=RetryPolicy(
-                retry_on=RETRY_ON,
-                num_retries=MAX_ENDPOINTS - 1,
-                retry_back_off=RetryPolicyRetryBackOff(
-                    base_interval=seconds(0.005), max_interval=seconds(0.05)
-                ),
-                # For the fallback balancing: the endpoint list never names a host twice.
-                retry_host_predicate=[
-                    RetryPolicyRetryHostPredicate(
-                        name="envoy.retry_host_predicates.previous_hosts",
-                        typed_config=Any.pack(PreviousHostsPredicate()),
-                    )
-                ],
-                host_selection_retry_max_attempts=5,
+    )
+
+
+def _action(model: EnvoyModel) -> RouteAction:
+    return RouteAction(
+        timeout=seconds(0),  # a healthy long stream is never cut
+        idle_timeout=seconds(model.idle_timeout_s),
+        retry_policy=RetryPolicy(
+            retry_on=RETRY_ON,
+            num_retries=MAX_ENDPOINTS - 1,
+            retry_back_off=RetryPolicyRetryBackOff(
+                base_interval=seconds(0.005), max_interval=seconds(0.05)
             ),
+            # For the fallback balancing: the endpoint list never names a host twice.
+            retry_host_predicate=[
+                RetryPolicyRetryHostPredicate(
+                    name="envoy.retry_host_predicates.previous_hosts",
+                    typed_config=Any.pack(PreviousHostsPredicate()),
+                )
+            ],
+            host_selection_retry_max_attempts=5,
         ),
     )

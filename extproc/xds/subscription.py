@@ -16,7 +16,14 @@ from __future__ import annotations
 
 import dataclasses
 
-from extproc.xds.snapshot import CLUSTER_TYPE, ENDPOINT_TYPE, LISTENER_TYPE, ROUTE_TYPE, TYPES, Snapshot
+from extproc.xds.snapshot import (
+    CLUSTER_TYPE,
+    ENDPOINT_TYPE,
+    LISTENER_TYPE,
+    ROUTE_TYPE,
+    TYPES,
+    Snapshot,
+)
 from protos.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 
 _FOLLOWS = {CLUSTER_TYPE: ENDPOINT_TYPE, LISTENER_TYPE: ROUTE_TYPE}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 
 from envoy_data_plane.envoy.config.core.v3 import (
     Address as EnvoyAddress,
@@ -24,9 +24,9 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 from extproc.address import Address, split_host_port
 
 
-def seconds(value: float) -> datetime.timedelta:
+def seconds(value: float) -> dt.timedelta:
     """Return a protobuf duration."""
-    return datetime.timedelta(seconds=value)
+    return dt.timedelta(seconds=value)
 
 
 def envoy_address(address: Address) -> EnvoyAddress:
