@@ -15,6 +15,7 @@ import msgspec
 from extproc import __version__, log
 from extproc.config import Config, load
 from extproc.errors import ConfigError
+from extproc.sim import command as sim
 from policies import registry
 
 
@@ -75,12 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_config_flags(check)
 
     sim_worker = add("sim-worker", _sim_worker, "Run a simulated vLLM worker.")
-    try:
-        from extproc.sim import command as sim
-
-        sim.add_arguments(sim_worker)
-    except ImportError:
-        pass
+    sim.add_arguments(sim_worker)
 
     demo = add("demo", _demo, "Try the router with simulated workers.")
     demo.add_argument("--workers", type=int, default=2, help="simulated workers to start")
@@ -176,8 +172,6 @@ def _check(parsed: argparse.Namespace) -> int:
 
 
 def _sim_worker(parsed: argparse.Namespace) -> int:
-    from extproc.sim import command as sim
-
     return sim.run(parsed)
 
 

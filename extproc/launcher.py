@@ -41,6 +41,14 @@ RESTART_DELAYS_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 STABLE_AFTER_S = 30.0
 """A child that ran this long is restarted without delay again."""
 
+ENVOY_LOG_LEVELS = {
+    "debug": "debug",
+    "info": "warning",  # Envoy's info tells of its own start-up, page after page
+    "warning": "error",
+    "error": "error",
+    "critical": "critical",
+}
+
 log = structlog.get_logger(__name__)
 
 
@@ -181,9 +189,12 @@ class Launcher:
             str(self._directory / "envoy.yaml"),
             "--disable-hot-restart",
             "--log-level",
-            "debug" if config.log_level == "debug" else "warning",
+            ENVOY_LOG_LEVELS[config.log_level],
             "--drain-time-s",
             str(max(1, round(config.shutdown_grace_s))),
+            # One line per request while the service is away, and per refused body, helps nobody.
+            "--component-log-level",
+            "ext_proc:error,http:critical",
         ]
         if config.envoy_concurrency:
             command += ["--concurrency", str(config.envoy_concurrency)]

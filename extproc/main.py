@@ -70,6 +70,7 @@ class Service:
         )
         self._access_log = AccessLogService(self.metrics, self._worker_url)
         self._ads = AdsService(build_snapshot(self._model()), self.metrics)
+        self._discovered = asyncio.Event()
         self.readiness = Readiness(self.pool, self._ads.serving)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -82,7 +83,8 @@ class Service:
         runners: list[web.AppRunner] = []
         async with asyncio.TaskGroup() as tasks:
             discovery = tasks.create_task(self._follow_discovery())
-            await asyncio.sleep(0)  # literal addresses are in before the first request can come
+            # Envoy may still be serving for a service that died: tell it of no fewer workers.
+            await self._discovered.wait()
             _bind_grpc(server, Address.parse(config.grpc_address))
             await server.start()
             admin = Address.parse(config.admin_address)
@@ -110,6 +112,7 @@ class Service:
             if self.pool.apply(update):
                 _log_update(update)
                 await self._ads.publish(build_snapshot(self._model()))
+            self._discovered.set()
 
     def _model(self) -> EnvoyModel:
         endpoints = tuple(worker.endpoint for worker in self.pool.candidates)
