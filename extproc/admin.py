@@ -5,19 +5,24 @@ from __future__ import annotations
 from aiohttp import web
 from prometheus_client import CollectorRegistry, exposition
 
+from extproc.errors import error_body
 from extproc.readiness import Readiness
+from policies.base import Policy, SessionKeeper
 
 READINESS: web.AppKey[Readiness] = web.AppKey("readiness", Readiness)
+POLICY: web.AppKey[Policy] = web.AppKey("policy", Policy)
 REGISTRY: web.AppKey[CollectorRegistry] = web.AppKey("registry", CollectorRegistry)
 
 
-def build_admin_app(readiness: Readiness) -> web.Application:
-    """Return ``/liveness``, ``/readiness`` and ``/health``."""
+def build_admin_app(readiness: Readiness, policy: Policy) -> web.Application:
+    """Return ``/liveness``, ``/readiness``, ``/health`` and ``/finish_session``."""
     app = web.Application()
     app[READINESS] = readiness
+    app[POLICY] = policy
     app.router.add_get("/liveness", _liveness)
     app.router.add_get("/readiness", _readiness)
     app.router.add_get("/health", _health)
+    app.router.add_post("/finish_session", _finish_session)
     return app
 
 
@@ -43,6 +48,19 @@ async def _health(request: web.Request) -> web.Response:
     if state.ready:
         return web.Response(text="OK")
     return web.Response(status=503, text=state.reason)
+
+
+async def _finish_session(request: web.Request) -> web.Response:
+    """End a session for policies that remember them; answers as vLLM Router does."""
+    session = request.query.get("session_id", "")
+    if not session:
+        body = error_body(
+            400, "missing_session_id", "Name the session: /finish_session?session_id=..."
+        )
+        return web.Response(status=400, text=body, content_type="application/json")
+    policy = request.app[POLICY]
+    known = isinstance(policy, SessionKeeper) and policy.finish_session(session)
+    return web.json_response({"status": "ok", "session_id": session, "known": known})
 
 
 async def _metrics(request: web.Request) -> web.Response:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from extproc import __version__, log
-from extproc.config import Config, load
+from extproc.config import Config, load, policy_default
 from extproc.errors import ConfigError
 from extproc.sim import command as sim
 from policies import registry
@@ -46,7 +46,6 @@ def build_parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=summary,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         sub.set_defaults(command=run)
         return sub
@@ -93,9 +92,9 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
     hints = typing.get_type_hints(Config, include_extras=True)
     for field in msgspec.structs.fields(Config):
         options, description = _flag_options(hints[field.name])
-        shown = _shown_default(field.default)
+        shown = shown_default(field)
         parser.add_argument(
-            f"--{field.name.replace('_', '-')}",
+            *_flag_names(field.name),
             dest=field.name,
             default=argparse.SUPPRESS,
             help=f"{description} Default: {shown}.".replace("%", "%%"),
@@ -111,6 +110,13 @@ def config_from(parsed: argparse.Namespace) -> Config:
     return load(given.get("config") or given.get("config_file"), flags)
 
 
+def _flag_names(field: str) -> list[str]:
+    names = [f"--{field.replace('_', '-')}"]
+    if field == "session_headers":
+        names.insert(0, "--session-header")  # reads better when given once, or several times
+    return names
+
+
 def _flag_options(annotated: Any) -> tuple[dict[str, Any], str]:
     """Return argparse options and the description of a field."""
     hint, description = annotated, ""
@@ -118,18 +124,23 @@ def _flag_options(annotated: Any) -> tuple[dict[str, Any], str]:
         for meta in hint.__metadata__:
             description = description or meta.description or ""
         hint = hint.__origin__
+    if types.NoneType in typing.get_args(hint):
+        hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
+        return _flag_options(hint)[0], description
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}, description
     if typing.get_origin(hint) is tuple:
-        return {"nargs": "*", "metavar": "URL"}, description
+        return {"nargs": "*", "action": "extend", "metavar": "TEXT"}, description
     if typing.get_origin(hint) is typing.Literal:
         return {"choices": list(typing.get_args(hint))}, description
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return {"metavar": "NAME"}, description
-    return {"type": hint, "metavar": {int: "N", float: "SECONDS"}.get(hint, "TEXT")}, description
+    return {"type": hint, "metavar": {int: "N", float: "X"}.get(hint, "TEXT")}, description
 
 
-def _shown_default(value: Any) -> str:
+def shown_default(field: msgspec.structs.FieldInfo) -> str:
+    """Return the default of a configuration field as people read it."""
+    value = policy_default(field.name) if field.default is None else field.default
     if isinstance(value, bool):
         return "on" if value else "off"
     return str(value) if value or value == 0 else "none"

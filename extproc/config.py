@@ -7,6 +7,8 @@ table in ``docs/configuration.md`` is generated from this class.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +25,24 @@ from policies.base import Policy
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0)]
+
+
+HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+POLICY_OPTIONS = frozenset(
+    {
+        "cache_threshold",
+        "balance_abs_threshold",
+        "balance_rel_threshold",
+        "eviction_interval_secs",
+        "max_tree_size",
+        "max_tree_chars",
+        "virtual_nodes",
+        "balance_factor",
+        "hash_fallback",
+        "session_headers",
+    }
+)
+"""Options that are parameters of the policy of the same name; None leaves the policy's default."""
 
 
 class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,7 +66,52 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     policy: Annotated[
         str | PolicyConfig,
         Meta(description="Policy that picks the worker: its name, in a file also {name, params}."),
-    ] = "round_robin"
+    ] = "cache_aware"
+    cache_threshold: Annotated[
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="cache_aware: match ratio that a match must exceed to count."),
+    ] = None
+    balance_abs_threshold: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(description="cache_aware: requests by which loads must differ to be imbalanced."),
+    ] = None
+    balance_rel_threshold: Annotated[
+        Annotated[float, Meta(ge=1)] | None,
+        Meta(description="cache_aware: factor by which loads must differ to be imbalanced."),
+    ] = None
+    eviction_interval_secs: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="cache_aware: seconds between two checks of the tree's bounds."),
+    ] = None
+    max_tree_size: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="cache_aware: nodes that one worker may have in the tree."),
+    ] = None
+    max_tree_chars: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="cache_aware: characters that one worker may have in the tree."),
+    ] = None
+    virtual_nodes: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="consistent_hash: virtual nodes of a worker."),
+    ] = None
+    balance_factor: Annotated[
+        Annotated[float, Meta(ge=1)] | None,
+        Meta(description="consistent_hash: most load of a worker relative to the mean."),
+    ] = None
+    hash_fallback: Annotated[
+        Literal["prompt_prefix", "body"] | None,
+        Meta(
+            description="consistent_hash, rendezvous_hash: what stands in for a missing session id."
+        ),
+    ] = None
+    session_headers: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Headers that name a session, looked at before x-session-id, x-user-id,"
+            " x-tenant-id, x-request-id, x-correlation-id and x-trace-id."
+        ),
+    ] = ()
     max_payload_size: Annotated[
         int,
         Meta(
@@ -135,6 +200,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("host", "prometheus_host"):
             check_ip(name, getattr(self, name))
         self.workers()
+        for name in self.session_headers:
+            if not HEADER_NAME.fullmatch(name.lower()):
+                raise ValueError(f"session_headers: {name!r} is not a header name")
 
     def workers(self) -> tuple[WorkerUrl, ...]:
         """Return the parsed ``worker_urls``."""
@@ -158,27 +226,51 @@ def check_ip(name: str, host: str) -> None:
         raise ValueError(f"{name}: expected an IP address such as 0.0.0.0 or ::, got {host!r}")
 
 
-def build_policy(choice: str | PolicyConfig) -> Policy:
-    """Turn ``name`` or ``{name, params}`` into a policy; ``ConfigError`` names what is wrong."""
+def build_policy(config: Config) -> Policy:
+    """Return the configured policy; ``ConfigError`` names what is wrong.
+
+    Parameters come from ``params`` of the file, else from the option of the same name, else they are the
+    policy's own defaults.
+    """
+    choice = config.policy
     if isinstance(choice, str):
         choice = PolicyConfig(name=choice)
     try:
         cls = registry.policy_class(choice.name)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # msgspec drops unknown keys of a dataclass without a word
-    known = {field for field in typing.get_type_hints(cls) if not field.startswith("_")}
-    known -= {"name", "needs_body"}
+    known = _parameters(cls)
     unknown = sorted(set(choice.params) - known)
-    if unknown:
+    if unknown:  # msgspec drops unknown keys of a dataclass without a word
         expected = ", ".join(sorted(known)) or "none"
         raise ConfigError(
             f"policy {choice.name!r} has no parameter {unknown[0]!r}; its parameters: {expected}"
         )
+    options = {name: getattr(config, name) for name in POLICY_OPTIONS & known}
+    params = {name: value for name, value in options.items() if value not in (None, ())}
+    if "session_headers" in params:
+        params["session_headers"] = tuple(name.lower() for name in params["session_headers"])
     try:
-        return msgspec.convert(choice.params, cls)
+        return msgspec.convert(params | choice.params, cls)
     except (msgspec.ValidationError, ValueError) as error:
         raise ConfigError(f"policy {choice.name!r}: {error}") from error
+
+
+def policy_default(option: str) -> Any:
+    """Return the default that the policies with a parameter *option* have; None when it is off."""
+    for cls in registry.registered().values():
+        for field in dataclasses.fields(typing.cast(Any, cls)):
+            if field.name == option and field.default is not dataclasses.MISSING:
+                return field.default
+    return None
+
+
+def _parameters(cls: type[Policy]) -> set[str]:
+    return {
+        name
+        for name in typing.get_type_hints(cls)
+        if not name.startswith("_") and name not in ("name", "needs_body")
+    }
 
 
 def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
@@ -190,7 +282,7 @@ def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
     except msgspec.ValidationError as error:
         where = "" if path is None else f"{path}: "
         raise ConfigError(f"{where}{error}") from error
-    build_policy(config.policy)
+    build_policy(config)
     return config
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,12 @@ from extproc.errors import ConfigError
 from extproc.launcher import Launcher
 
 MODEL = "sim-model"
-PROMPT = "In one sentence: what does a router do?"
-CHATS = 4
+QUESTIONS = (
+    ("In one sentence: what does a router do?", "And what does a worker do?"),
+    ("Name three uses of a cache.", "Which of them matters most for prompts?"),
+)
+"""Two conversations of two turns."""
+
 WORKER_START_TIMEOUT_S = 30.0
 
 _console = Console(highlight=False)
@@ -135,37 +141,57 @@ Ctrl-C stops all of it.""",
 async def _chat_and_stop(base_url: str, stop: asyncio.Event) -> None:
     import openai
 
+    table = Table(title="Two conversations of two turns each", title_justify="left")
+    for column in ("conversation", "turn", "answered by"):
+        table.add_column(column)
+    table.add_column("chunks", justify="right")
+    table.add_column("first after", justify="right")
     try:
         async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none") as client:
-            served = [await _chat(client, show=number == 0) for number in range(CHATS)]
+            histories: list[list[dict[str, str]]] = [[] for _ in QUESTIONS]
+            for turn in range(len(QUESTIONS[0])):
+                for number, history in enumerate(histories):
+                    history.append({"role": "user", "content": QUESTIONS[number][turn]})
+                    chat = await _chat(client, history, show=turn == number == 0)
+                    history.append({"role": "assistant", "content": chat.text})
+                    table.add_row(
+                        "AB"[number],
+                        str(turn + 1),
+                        chat.worker,
+                        str(chat.chunks),
+                        f"{chat.first_after_s * 1000:.0f} ms",
+                    )
     finally:
         stop.set()
-    table = Table(title=f"{CHATS} streamed chats", title_justify="left")
-    table.add_column("chat")
-    table.add_column("answered by")
-    table.add_column("chunks", justify="right")
-    for number, (worker, chunks) in enumerate(served, start=1):
-        table.add_row(str(number), worker, str(chunks))
     _console.print(table)
 
 
-async def _chat(client: Any, *, show: bool) -> tuple[str, int]:
-    """Stream one chat; return who answered and in how many pieces."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chat:
+    worker: str
+    text: str
+    chunks: int
+    first_after_s: float
+
+
+async def _chat(client: Any, messages: list[dict[str, str]], *, show: bool) -> _Chat:
+    """Stream one chat."""
     if show:
-        print(f"user:      {PROMPT}\nassistant: ", end="", flush=True)
+        print(f"user:      {messages[-1]['content']}\nassistant: ", end="", flush=True)
+    started = time.monotonic()
     response = await client.chat.completions.with_raw_response.create(
-        model=MODEL,
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=24,
-        stream=True,
+        model=MODEL, messages=messages, max_tokens=24, stream=True
     )
-    chunks = 0
+    pieces: list[str] = []
+    first_after_s = 0.0
     async for chunk in response.parse():
         text = chunk.choices[0].delta.content if chunk.choices else None
         if text:
-            chunks += 1
+            first_after_s = first_after_s or time.monotonic() - started
+            pieces.append(text)
             if show:
                 print(text, end="", flush=True)
     if show:
         print("\n")
-    return response.headers.get("x-sim-worker", "unknown"), chunks
+    worker = response.headers.get("x-sim-worker", "unknown")
+    return _Chat(worker, "".join(pieces), len(pieces), first_after_s)

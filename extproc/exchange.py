@@ -31,19 +31,19 @@ stream open until the HTTP stream ends (``response_trailer_mode: SEND``).
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import Enum, auto
 
 from google.protobuf.struct_pb2 import Value
 
 from extproc.errors import ProtocolError, Refusal, error_body, refusal_message, refusal_status
+from extproc.openai import parse_content
 from extproc.pool import Lease
 from extproc.router import Decision, Refused, Routed, Router
 from policies.base import Request
 from protos.core_pb2 import HeaderMap, HeaderValueOption
 from protos.ext_proc_pb2 import (
     HttpBody,
-    HttpHeaders,
     ProcessingMode,
     ProcessingRequest,
     ProcessingResponse,
@@ -116,7 +116,7 @@ class Exchange:
         self._mode: ProcessingMode.BodySendMode | None = None
         self._response_mode = ProcessingMode.NONE
         self._collects = True
-        self._headers: HttpHeaders | None = None
+        self._headers: Mapping[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._chunks: list[bytes] = []
         self._received_bytes = 0
@@ -179,10 +179,11 @@ class Exchange:
     def _on_request_headers(self, message: ProcessingRequest, now: float) -> list[bytes]:
         if self._state is not _State.START:
             raise ProtocolError(f"request headers in state {self._state.name}")
-        self._headers = message.request_headers
+        headers = header_map(message.request_headers.headers)
+        self._headers = headers
         self._take_subset(message)
         last = message.request_headers.end_of_stream
-        if not last and self._router.needs_body and self._collects:
+        if not last and self._collects and self._router.wants_body(headers):
             self._state = _State.BODY
             return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
         return self._decide(b"" if last else None, now, body_follows=not last)
@@ -242,13 +243,13 @@ class Exchange:
         self, body: bytes | None, now: float, *, in_body: bool = False, body_follows: bool = False
     ) -> list[bytes]:
         self._state = _State.DECIDED
-        headers = {} if self._headers is None else header_map(self._headers.headers)
-        self._headers = None
+        headers, self._headers = self._headers, {}
         request = Request(
             method=headers.get(":method", ""),
             path=headers.get(":path", ""),
             headers=headers,
             body=body,
+            content=parse_content(body) if body else None,
         )
         decision = self._router.decide(request, now, subset=self._subset)
         if isinstance(decision, Refused):

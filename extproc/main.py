@@ -62,7 +62,7 @@ class Service:
     def __init__(self, config: Config) -> None:
         self._config = config
         self.pool = Pool(DEFAULT_POOL)
-        policy = build_policy(config.policy)
+        policy = self._policy = build_policy(config)
         self.metrics = Metrics(policy.name, [self.pool])
         router = Router(self.pool, policy, random.Random())
         self._extproc = ExtProcService(
@@ -88,7 +88,7 @@ class Service:
             _bind_grpc(server, Address.parse(config.grpc_address))
             await server.start()
             admin = Address.parse(config.admin_address)
-            runners.append(await _serve_http(build_admin_app(self.readiness), admin))
+            runners.append(await _serve_http(build_admin_app(self.readiness, self._policy), admin))
             if config.prometheus_port:
                 metrics = Address(host=bind_ip(config.prometheus_host), port=config.prometheus_port)
                 app = build_metrics_app(self.metrics.registry)

@@ -8,7 +8,7 @@ removed keeps its leases, and one that comes back under the same URL is a new wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import assert_never
 
 from extproc.discovery.updates import Add, Remove, Reset, Update, WorkerSpec
@@ -39,7 +39,7 @@ class Lease:
 class Pool:
     """The workers that serve one model in one role."""
 
-    __slots__ = ("_by_url", "_next_order", "candidates", "in_flight", "name")
+    __slots__ = ("_by_url", "_next_order", "_subscribers", "candidates", "in_flight", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,6 +48,12 @@ class Pool:
         """Leases out, those on removed workers included."""
         self._by_url: dict[str, Worker] = {}
         self._next_order = 0
+        self._subscribers: list[Callable[[Sequence[Worker]], None]] = []
+
+    def subscribe(self, on_workers: Callable[[Sequence[Worker]], None]) -> None:
+        """Call *on_workers* with all members, now and whenever they change."""
+        self._subscribers.append(on_workers)
+        on_workers(self.candidates)
 
     def apply(self, update: Update) -> bool:
         """Take *update* in; tell whether the workers changed."""
@@ -85,4 +91,6 @@ class Pool:
             return False
         self._by_url = workers
         self.candidates = tuple(sorted(workers.values(), key=lambda worker: worker.order))
+        for on_workers in self._subscribers:
+            on_workers(self.candidates)
         return True

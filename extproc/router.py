@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from extproc.errors import Refusal
 from extproc.pool import Pool
-from policies.base import Observer, Policy, Request, Worker
+from policies.base import BodyChooser, MembershipObserver, Observer, Policy, Request, Worker
 
 MAX_ENDPOINTS = 3
 """The pick and its fallbacks: each of Envoy's retries takes the next one."""
@@ -35,14 +35,24 @@ Decision = Routed | Refused
 class Router:
     """Applies one policy to one pool. Decides synchronously and does no I/O."""
 
-    __slots__ = ("_observer", "_rng", "needs_body", "policy", "pool")
+    __slots__ = ("_chooser", "_observer", "_rng", "needs_body", "policy", "pool")
 
     def __init__(self, pool: Pool, policy: Policy, rng: random.Random) -> None:
         self.pool = pool
         self.policy = policy
         self.needs_body = policy.needs_body
+        """Whether the body of any request can matter; when not, nothing else is asked."""
+        self._chooser = policy if isinstance(policy, BodyChooser) else None
         self._observer = policy if isinstance(policy, Observer) else None
         self._rng = rng
+        if isinstance(policy, MembershipObserver):
+            pool.subscribe(policy.on_workers)
+
+    def wants_body(self, headers: Mapping[str, str]) -> bool:
+        """Tell whether the body of a request with these *headers* would change its pick."""
+        if not self.needs_body:
+            return False
+        return self._chooser is None or self._chooser.wants_body(headers)
 
     def decide(
         self, request: Request, now: float, *, subset: Collection[str] | None = None
@@ -58,12 +68,19 @@ class Router:
         if not workers:
             return Refused(Refusal.NO_WORKER)
 
-        picked: tuple[Worker, ...] = (self.policy.pick(request, workers, now=now, rng=self._rng),)
+        first = self.policy.pick(request, workers, now=now, rng=self._rng)
+        picked: tuple[Worker, ...] = (first,)
         while len(picked) < MAX_ENDPOINTS and len(workers) > 1:
             workers = _without(workers, picked[-1])
-            picked += (self.policy.pick(request, workers, now=now, rng=self._rng),)
+            fallback = self.policy.pick(request, workers, now=now, rng=self._rng)
+            if any(fallback.host == worker.host for worker in picked):
+                # What took the first worker down may have taken its host.
+                elsewhere = _on_other_hosts(workers, picked)
+                if elsewhere:
+                    fallback = self.policy.pick(request, elsewhere, now=now, rng=self._rng)
+            picked += (fallback,)
         if self._observer is not None:
-            self._observer.on_sent(picked[0], request, now)
+            self._observer.on_sent(first, request, now)
         return Routed(self.pool, picked)
 
     def on_done(self, worker: Worker, now: float) -> None:
@@ -74,6 +91,11 @@ class Router:
 
 def _allowed(endpoint: str, subset: Collection[str]) -> bool:
     return endpoint in subset or endpoint.rpartition(":")[0] in subset
+
+
+def _on_other_hosts(workers: Sequence[Worker], picked: tuple[Worker, ...]) -> Sequence[Worker]:
+    hosts = {worker.host for worker in picked}
+    return tuple(worker for worker in workers if worker.host not in hosts)
 
 
 def _without(workers: Sequence[Worker], worker: Worker) -> Sequence[Worker]:

@@ -1,4 +1,4 @@
-"""Uniform random choice."""
+"""Random choice."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from typing import ClassVar
 
 from policies.base import Request, Worker
 from policies.registry import register
+from policies.selection import uniform
 
 
 @register("random")
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Random:
-    """Pick any worker, each with the same probability.
+    """Pick any worker, with a probability in proportion to its weight.
 
-    Inputs: none. Keeps no state, so several routers need not agree on anything.
+    Inputs: the weights. Keeps no state but whether weights differ, so several routers need not agree
+    on anything.
     """
 
     name: ClassVar[str]
     needs_body: ClassVar[bool] = False
 
+    _weighted: bool = dataclasses.field(default=False, init=False, repr=False)
+
     def pick(
         self, request: Request, workers: Sequence[Worker], *, now: float, rng: random.Random
     ) -> Worker:
-        # int(random() * n) is unbiased far beyond any number of workers, and twice as fast as choice
-        return workers[int(rng.random() * len(workers))]
+        if self._weighted:
+            return rng.choices(workers, [worker.weight for worker in workers])[0]
+        return uniform(workers, rng)
+
+    def on_workers(self, workers: Sequence[Worker]) -> None:
+        """Note whether weights differ: the common case must not pay for the other."""
+        self._weighted = len({worker.weight for worker in workers}) > 1

@@ -27,7 +27,7 @@ from extproc.xds.ext_proc import build_disabled
 from extproc.xds.model import ADMIN_CLUSTER, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
 from extproc.xds.wire import seconds
 
-ADMIN_PATHS = ("/health", "/liveness", "/readiness")
+ADMIN_PATHS = ("/health", "/liveness", "/readiness", "/finish_session")
 ADMIN_TIMEOUT_S = 5.0
 INTERNAL_HEADERS = (CLUSTER_HEADER, ENDPOINT_KEY, "x-envoy-external-address")
 """Ours and Envoy's own; of no use to a worker."""
