@@ -40,9 +40,10 @@ class Address:
                 )
             return cls(path=path)
         host, separator, port = text.rpartition(":")
-        if not separator or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"expected unix:/path or host:port, got {text!r}")
-        return cls(host=host.removeprefix("[").removesuffix("]"), port=int(port))
+        host = host.removeprefix("[").removesuffix("]")
+        if not separator or not is_ip(host) or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"expected unix:/path or ip:port, got {text!r}")
+        return cls(host=host, port=int(port))
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.path else join_host_port(self.host, self.port)
