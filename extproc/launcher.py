@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from extproc.config import Config, bind_ip
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_binary import find_envoy
 from extproc.errors import ConfigError
+from extproc.listening import check_free
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 
 START_TIMEOUT_S = 60.0
@@ -213,23 +213,11 @@ class Launcher:
             path.write_text(text)
 
     def _check_ports(self) -> None:
-        """Refuse a port in use: Envoy shares ports (SO_REUSEPORT), so two routers would not notice."""
         config = self._config
-        wanted = [("--host and --port", config.host, config.port)]
+        check_free(bind_ip(config.host), config.port, "--host and --port")
         if config.prometheus_port:
-            wanted.append(("--prometheus-port", config.prometheus_host, config.prometheus_port))
-        for flags, host, port in wanted:
-            ip = bind_ip(host)
-            family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-            with socket.socket(family, socket.SOCK_STREAM) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                try:
-                    probe.bind((ip, port))
-                except OSError as error:
-                    address = join_host_port(ip, port)
-                    raise ConfigError(
-                        f"cannot listen on {address}: {error.strerror}; choose another with {flags}"
-                    ) from error
+            host = bind_ip(config.prometheus_host)
+            check_free(host, config.prometheus_port, "--prometheus-port")
 
 
 def run(config: Config) -> int:

@@ -19,6 +19,7 @@ from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import static
 from extproc.discovery.updates import Add, Remove, Reset, Update
 from extproc.errors import ConfigError
+from extproc.listening import check_free
 from extproc.metrics import Metrics
 from extproc.pool import Pool
 from extproc.readiness import Readiness
@@ -29,6 +30,7 @@ from extproc.xds.model import EnvoyModel, PoolModel
 from extproc.xds.snapshot import build_snapshot
 
 DEFAULT_POOL = "default"
+DRAIN_POLL_S = 0.02
 
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", -1),  # Envoy enforces the body limit; the default is 4 MiB
@@ -103,9 +105,20 @@ class Service:
             self.readiness.stopping = True
             log.info("service stopping", in_flight=self.pool.in_flight)
             discovery.cancel()
-            await server.stop(config.shutdown_grace_s)
+            await self._drain(server)
             for runner in runners:
                 await runner.cleanup()
+
+    async def _drain(self, server: grpc.aio.Server) -> None:
+        """Take no new streams; end when the last request has, or with the grace time.
+
+        xDS and access-log streams last as long as Envoy: waiting for them would use up the grace time.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            stopping = tasks.create_task(server.stop(self._config.shutdown_grace_s))
+            while self.pool.in_flight and not stopping.done():
+                await asyncio.sleep(DRAIN_POLL_S)
+            await server.stop(0)
 
     async def _follow_discovery(self) -> None:
         async for update in static.watch(self._config.workers(), report=_report_unresolved):
@@ -152,12 +165,12 @@ def run(config: Config) -> int:
 
 def _bind_grpc(server: grpc.aio.Server, address: Address) -> None:
     _remove_stale_socket(address)
+    if not address.path:
+        check_free(address.host, address.port, "--grpc-address")  # grpc's own words say little
     try:
-        bound = server.add_insecure_port(str(address))
+        server.add_insecure_port(str(address))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address} (--grpc-address): {error}") from error
-    if not address.path and bound == 0:
-        raise ConfigError(f"cannot listen on {address} (--grpc-address)")
     _only_for_this_user(address)
 
 
