@@ -1,0 +1,8 @@
+"""A simulated vLLM worker: the scheduler and prefix cache of a real one, without a model.
+
+Pure, time is an argument: ``engine`` (the scheduler) over ``step_model``, ``prefix_cache``, ``pace`` and
+``statistics``; ``tokens`` and ``answers`` (text); ``chat``, ``completions``, ``responses_api`` and
+``pooling`` (wire formats); ``faults``. Shells: ``engine_loop`` (the engine against the clock), ``worker``
+over ``dispatch``, ``inference``, ``service_routes`` and ``control`` (HTTP), ``exposition`` (``/metrics``)
+and ``command``.
+"""

@@ -1,0 +1,185 @@
+"""A simulated worker: its parts put together, its lifetime and its faults as verbs."""
+
+import asyncio
+
+import msgspec
+from aiohttp import web
+
+from extproc.sim.config import SimConfig
+from extproc.sim.control import Control
+from extproc.sim.dispatch import Dispatcher
+from extproc.sim.engine import Engine
+from extproc.sim.engine_loop import EngineLoop
+from extproc.sim.exchange import Replies, reset
+from extproc.sim.fault_switch import FaultSwitch
+from extproc.sim.faults import Faults
+from extproc.sim.inference import Inference
+from extproc.sim.pace import Pace
+from extproc.sim.prefix_cache import BLOCK_TOKENS
+from extproc.sim.recorder import Recorder
+from extproc.sim.service_routes import ServiceRoutes
+from extproc.sim.statistics import FinishReason
+from extproc.sim.step_model import HARDWARE
+
+KEEPALIVE_S = 5.0
+"""How long an idle connection stays open, in seconds; uvicorn's default, which vLLM keeps."""
+
+STOP_S = 2.0
+"""How long ``stop`` waits for each part, in seconds."""
+
+HEADER_LIMIT_BYTES = 64 * 1024
+"""Longest request line or header; what h11 under uvicorn accepts in all."""
+
+BACKLOG = 2048
+"""Connections waiting to be accepted; uvicorn's default."""
+
+
+class SimWorker:
+    """One simulated worker, usable in a test's event loop: ``start``, ``url``, ``stop``."""
+
+    def __init__(self, config: SimConfig | None = None) -> None:
+        self.config = config = config or SimConfig()
+        self.engine = Engine(
+            HARDWARE[config.hardware],
+            kv_blocks=config.kv_blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            pace=_pace(config),
+        )
+        self.recorder = Recorder(config.record)
+        self.crashed = asyncio.Event()
+        """Set when a fault made the worker die."""
+        self._engine_loop = EngineLoop(self.engine, speed=config.speed)
+        self._faults = FaultSwitch(config.faults, seed=config.seed)
+        self._dispatcher = self._build_dispatcher()
+        self._http: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self._port = config.port
+
+    @property
+    def port(self) -> int:
+        """The TCP port in use; a free one is chosen by ``start`` when the setting is 0."""
+        return self._port
+
+    @property
+    def url(self) -> str:
+        """Where the worker answers, without a slash at the end."""
+        host = self.config.host
+        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+
+    @property
+    def faults(self) -> Faults:
+        """The faults in force."""
+        return self._faults.faults
+
+    async def start(self) -> None:
+        """Serve; OSError when the address cannot be had."""
+        self._http = web.Server(
+            self._dispatcher.handle,
+            handler_cancellation=True,  # a client that goes away frees its sequences at once
+            access_log=None,
+            keepalive_timeout=KEEPALIVE_S,
+            auto_decompress=False,  # recorder and routes see the bytes as sent
+            max_line_size=HEADER_LIMIT_BYTES,
+            max_field_size=HEADER_LIMIT_BYTES,
+            max_headers=1000,
+        )
+        self._listener = await asyncio.get_running_loop().create_server(
+            self._http, self.config.host, self.config.port, backlog=BACKLOG
+        )
+        self._port = self._listener.sockets[0].getsockname()[1]
+        self._engine_loop.start()
+
+    async def stop(self) -> None:
+        """Stop serving; responses still open are cut. A second call does nothing."""
+        self._close_listener()
+        await self._dispatcher.cancel_all(STOP_S)
+        if self._http is not None:
+            self._http.pre_shutdown()
+            await self._http.shutdown(STOP_S)
+            self._http = None
+        await self._engine_loop.stop()
+
+    def crash(self) -> None:
+        """Die at once: reset every connection and refuse new ones. ``stop`` is still needed."""
+        self._dispatcher.stopping = True
+        self._close_listener()
+        if self._http is not None:
+            for connection in self._http.connections:
+                if connection.transport is not None:
+                    reset(connection.transport)
+        self.crashed.set()
+
+    def set_faults(self, **fields: object) -> None:
+        """Change the named fields of the faults and keep the others."""
+        self._faults.set(msgspec.structs.replace(self.faults, **fields))
+
+    def heal(self) -> None:
+        """Be healthy again; stalled streams go on."""
+        self._faults.set(Faults())
+
+    def fail_next(self, requests: int, *, status_code: int = 503) -> None:
+        """Answer the next inference *requests* with an error."""
+        self.set_faults(fail_first_n=requests, status_code=status_code)
+
+    def stall(self, *, after: int = 0) -> None:
+        """Let streams stop after *after* tokens but stay open, those already open too."""
+        self.set_faults(stall_after=after)
+
+    def reset_midstream(self, *, after: int = 0) -> None:
+        """Reset the connection of each stream after *after* tokens, of those already open too."""
+        self.set_faults(reset_after=after)
+
+    def set_health(self, status: int) -> None:
+        """Let ``/health`` answer *status*."""
+        self.set_faults(health_status=status)
+
+    def state(self) -> dict[str, object]:
+        """Return what ``GET /_sim/state`` shows; sequences unless the name says requests."""
+        finished = self.engine.statistics.finished
+        aborted = finished[FinishReason.ABORT]
+        return {
+            "name": self.config.name,
+            "running": self.engine.running,
+            "waiting": self.engine.waiting,
+            "finished": sum(finished.values()) - aborted,
+            "aborted": aborted,
+            "kv_usage_ratio": self.engine.kv_usage_ratio,
+            "requests_received": self._dispatcher.received,
+            "requests_active": self._dispatcher.active,
+            "probes": dict(self._dispatcher.probes),
+        }
+
+    def _build_dispatcher(self) -> Dispatcher:
+        config = self.config
+        replies = Replies(config.name)
+        dispatcher = Dispatcher(self.recorder, self._faults, replies, crash=self.crash)
+        max_model_len = min(config.max_model_len, self.engine.cache.capacity_blocks * BLOCK_TOKENS)
+        inference = Inference(
+            config, self._engine_loop, self._faults, replies, max_model_len=max_model_len
+        )
+        service = ServiceRoutes(
+            config,
+            self.engine,
+            self._faults,
+            replies,
+            max_model_len=max_model_len,
+            load=lambda: dispatcher.active,
+        )
+        control = Control(self.recorder, self._faults, replies, state=self.state)
+        dispatcher.serve({**inference.routes(), **service.routes(), **control.routes()})
+        return dispatcher
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def _pace(config: SimConfig) -> Pace | None:
+    """Return the fixed pace, None when the step model decides."""
+    if config.itl_ms is None and config.ttft_ms is None:
+        return None
+    itl_ms = config.itl_ms or 0.0
+    ttft_ms = itl_ms if config.ttft_ms is None else config.ttft_ms
+    return Pace(ttft_s=ttft_ms / 1000, itl_s=itl_ms / 1000)

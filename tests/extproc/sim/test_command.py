@@ -1,0 +1,159 @@
+"""The worker as a process."""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+
+import aiohttp
+import pytest
+import structlog
+
+from extproc.sim.command import CRASHED, add_arguments, build_config, run
+from extproc.sim.config import SimConfig
+from extproc.sim.faults import Faults
+
+PROGRAM = (
+    "import argparse, sys; from extproc.sim.command import add_arguments, run; "
+    "parser = argparse.ArgumentParser(); add_arguments(parser); sys.exit(run(parser.parse_args()))"
+)
+
+
+def parse(*flags):
+    """Return the arguments that *flags* give."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_structlog():
+    """``run`` sets structlog up for a process of its own; that must not outlive the test."""
+    yield
+    structlog.reset_defaults()
+
+
+@contextlib.asynccontextmanager
+async def process(*flags):
+    """Start the command; yield the process and the line it printed."""
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PROGRAM, "--port", "0", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield child, (await asyncio.wait_for(child.stdout.readline(), 20)).decode()
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.communicate()
+
+
+def test_no_flags_give_the_defaults():
+    """But a port that users know, and a name made of it."""
+    assert build_config(parse()) == SimConfig(port=8000, name="sim-8000")
+
+
+def test_flags_become_settings():
+    """Every one of them."""
+    flags = (
+        "--host ::1 --port 1 --name n --model a b --model c --hardware h200 --speed 0 --kv-blocks 5 "
+        "--max-num-seqs 6 --max-num-batched-tokens 7 --max-model-len 8 --itl-ms 9 --ttft-ms 10 "
+        "--record 11 --seed 12 --fail-first-n 13 --status-code 514 --random-fail-rate 0.15 "
+        "--crash-on-request 16 --stall-after 17 --reset-after 18"
+    )
+
+    assert build_config(parse(*flags.split())) == SimConfig(
+        host="::1",
+        port=1,
+        name="n",
+        models=("a", "b", "c"),
+        hardware="h200",
+        speed=0,
+        kv_blocks=5,
+        max_num_seqs=6,
+        max_num_batched_tokens=7,
+        max_model_len=8,
+        itl_ms=9,
+        ttft_ms=10,
+        record=11,
+        seed=12,
+        faults=Faults(
+            fail_first_n=13,
+            status_code=514,
+            random_fail_rate=0.15,
+            crash_on_request=16,
+            stall_after=17,
+            reset_after=18,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--status-code", "200"], "status_code must be 400 to 599, got 200"),
+        (["--name", "Zoë"], "name must be printable ASCII, got 'Zoë'"),
+        (["--speed", "-1"], "speed must be >= 0, got -1.0"),
+        (["--itl-ms", "-1"], "itl_ms must be >= 0, got -1.0"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be >= 1, got 0"),
+        (["--kv-blocks", "0"], "kv_blocks must be >= 1, got 0"),
+    ],
+)
+def test_impossible_flags_are_one_line_and_exit_1(flags, message, capsys):
+    """Nothing is started."""
+    assert run(parse(*flags)) == 1
+    assert capsys.readouterr().err == f"sim-worker: {message}\n"
+
+
+def test_unknown_hardware_and_no_model_are_refused():
+    """The configuration checks itself, whoever makes it."""
+    with pytest.raises(ValueError, match="hardware 'tpu' is not known; known: h100, h200"):
+        SimConfig(hardware="tpu")
+    with pytest.raises(ValueError, match="at least one model"):
+        SimConfig(models=())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_signal_stops_it_with_exit_0(number, http, chat_body):
+    """Even with a stream open; nothing is printed but the line that it is ready."""
+    async with process("--name", "w7", "--itl-ms", "60000", "--ttft-ms", "0") as (child, line):
+        url = line.strip().removeprefix("sim-worker w7 ready on ")
+        body = chat_body(stream=True)
+        async with http.post(url + "/v1/chat/completions", json=body) as stream:
+            assert stream.headers["x-sim-worker"] == "w7"
+            await stream.content.readline()
+
+            child.send_signal(number)
+
+            output, errors = await asyncio.wait_for(child.communicate(), 10)
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await stream.read()
+    assert (child.returncode, output, errors) == (0, b"", b"")
+
+
+@pytest.mark.slow
+async def test_a_port_in_use_is_one_line_and_exit_1(worker):
+    """The line names the address."""
+    async with process("--port", str(worker.port)) as (child, line):
+        assert line == ""
+        _, errors = await asyncio.wait_for(child.communicate(), 10)
+
+    assert child.returncode == 1
+    assert errors.decode() == (
+        f"sim-worker: cannot listen on 127.0.0.1:{worker.port}: Address already in use\n"
+    )
+
+
+@pytest.mark.slow
+async def test_a_crash_ends_the_process(http, chat_body):
+    """The client sees its connection reset, the parent an exit status."""
+    async with process("--crash-on-request", "1") as (child, line):
+        url = line.split()[-1]
+        with pytest.raises(aiohttp.ClientOSError):
+            await http.post(url + "/v1/chat/completions", json=chat_body())
+        await asyncio.wait_for(child.wait(), 10)
+
+    assert child.returncode == CRASHED

@@ -1,0 +1,116 @@
+"""Faults of a running worker, as flags, as verbs and through ``/_sim/faults``."""
+
+import asyncio
+
+import aiohttp
+import pytest
+
+from extproc.sim.faults import Faults
+from extproc.sim.recorder import Outcome
+
+CHAT = "/v1/chat/completions"
+
+
+async def test_the_first_requests_fail_with_the_status_asked_for(start_worker, http, chat_body):
+    """Health and models are not counted."""
+    worker = await start_worker(faults=Faults(fail_first_n=2, status_code=503))
+    await http.get(worker.url + "/health")
+    await http.get(worker.url + "/v1/models")
+
+    answers = [await http.post(worker.url + CHAT, json=chat_body()) for _ in range(3)]
+
+    assert [answer.status for answer in answers] == [503, 503, 200]
+    error = (await answers[0].json())["error"]
+    assert error == {
+        "message": "simulated failure",
+        "type": "Service Unavailable",
+        "param": None,
+        "code": 503,
+    }
+    assert [arrival.status for arrival in worker.recorder][-3:] == [503, 503, 200]
+
+
+async def test_a_stalled_stream_stays_open_and_goes_on_when_healed(start_worker, http, chat_body):
+    """Three tokens, then silence, then the rest."""
+    worker = await start_worker(faults=Faults(stall_after=3))
+    async with http.post(worker.url + CHAT, json=chat_body(stream=True, max_tokens=6)) as answer:
+        events = [await answer.content.readuntil(b"\n\n") for _ in range(4)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer.content.readany(), 0.05)
+        assert worker.state()["requests_active"] == 1
+
+        worker.heal()
+
+        rest = await answer.content.read()
+    assert b'"role"' in events[0]
+    assert rest.count(b"data: ") == 3 + 1
+    assert worker.recorder[-1].outcome is Outcome.ENDED
+
+
+async def test_an_open_stream_can_be_stalled(start_worker, http, chat_body):
+    """The verb acts on what is open already."""
+    worker = await start_worker(itl_ms=1)
+    async with http.post(worker.url + CHAT, json=chat_body(stream=True, max_tokens=9999)) as answer:
+        await answer.content.readline()
+
+        worker.stall()
+
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await asyncio.wait_for(answer.content.readany(), 0.05)
+                except TimeoutError:
+                    break
+        answer.close()
+
+
+async def test_a_stream_is_reset_in_the_middle(start_worker, http, chat_body):
+    """The client sees its connection die, the record says the worker did it."""
+    worker = await start_worker()
+    worker.reset_midstream(after=2)
+    answer = await http.post(worker.url + CHAT, json=chat_body(stream=True))
+
+    with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientOSError)):
+        await answer.read()
+
+    assert worker.recorder[-1].outcome is Outcome.BROKEN
+    assert worker.engine.running == 0
+
+
+async def test_a_crash_resets_everything_and_refuses_what_comes(start_worker, http, chat_body):
+    """As when the process is killed."""
+    worker = await start_worker(itl_ms=60_000, ttft_ms=0, faults=Faults(crash_on_request=2))
+    async with http.post(worker.url + CHAT, json=chat_body(stream=True)) as witness:
+        await witness.content.readline()
+
+        with pytest.raises(aiohttp.ClientOSError):
+            await http.post(worker.url + CHAT, json=chat_body())
+
+        with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientOSError)):
+            await witness.read()
+    assert worker.crashed.is_set()
+    assert {arrival.outcome for arrival in worker.recorder} == {Outcome.BROKEN}
+    with pytest.raises(aiohttp.ClientConnectorError):
+        await http.get(worker.url + "/health")
+
+
+async def test_health_can_be_bad_while_requests_are_served(worker, http, chat_body):
+    """The two are told apart by whoever checks health."""
+    worker.set_health(503)
+
+    assert (await http.get(worker.url + "/health")).status == 503
+    assert (await http.post(worker.url + CHAT, json=chat_body())).status == 200
+
+
+async def test_faults_are_changed_over_http(worker, http, chat_body):
+    """Fields not named keep their value; a wrong one changes nothing."""
+    worker.fail_next(5, status_code=429)
+
+    changed = await http.post(worker.url + "/_sim/faults", data=b'{"fail_first_n": 1}')
+    wrong = await http.post(worker.url + "/_sim/faults", data=b'{"fail": 1}')
+    shown = await (await http.get(worker.url + "/_sim/faults")).json()
+
+    assert (changed.status, wrong.status) == (200, 400)
+    assert (shown["fail_first_n"], shown["status_code"]) == (1, 429)
+    answers = [await http.post(worker.url + CHAT, json=chat_body()) for _ in range(2)]
+    assert [answer.status for answer in answers] == [429, 200]
