@@ -21,6 +21,7 @@ from extproc.child import Child
 from extproc.config import Config, bind_ip
 from extproc.errors import ConfigError
 from extproc.launcher import Launcher
+from extproc.limits import raise_open_files
 
 MODEL = "sim-model"
 QUESTIONS = (
@@ -44,6 +45,7 @@ def run(config: Config, *, workers: int, serve: bool) -> int:
         raise ConfigError(
             "the demo speaks through the OpenAI SDK; install it with: pip install openai"
         )
+    raise_open_files()
     return asyncio.run(_run(config, workers, serve=serve))
 
 

@@ -31,6 +31,7 @@ from extproc.config import Config, bind_ip
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_binary import find_envoy
 from extproc.errors import ConfigError
+from extproc.limits import raise_open_files
 from extproc.listening import check_free
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 
@@ -222,6 +223,8 @@ class Launcher:
 
 def run(config: Config) -> int:
     """Run the router in the foreground until SIGTERM or SIGINT; return the exit status."""
+
+    raise_open_files()
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -19,6 +19,7 @@ from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import static
 from extproc.discovery.updates import Add, Remove, Reset, Update
 from extproc.errors import ConfigError
+from extproc.limits import raise_open_files
 from extproc.listening import check_free
 from extproc.metrics import Metrics
 from extproc.pool import Pool
@@ -143,6 +144,7 @@ def run(config: Config) -> int:
     import uvloop
 
     started = time.monotonic()
+    raise_open_files()
 
     async def serve() -> None:
         stop = asyncio.Event()

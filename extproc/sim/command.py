@@ -9,12 +9,10 @@ import signal
 import sys
 
 import structlog
-import uvloop
 
 from extproc.sim.config import SimConfig
 from extproc.sim.faults import Faults
 from extproc.sim.step_model import HARDWARE
-from extproc.sim.worker import SimWorker
 
 CRASHED = 70
 """Exit status after ``--crash-on-request``; EX_SOFTWARE of sysexits.h."""
@@ -72,6 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT; return the exit status."""
+    import uvloop
+
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[args.log_level.upper()]
@@ -126,6 +126,8 @@ async def _serve(config: SimConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    from extproc.sim.worker import SimWorker
+
     worker = SimWorker(config)
     try:
         await worker.start()
