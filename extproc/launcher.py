@@ -223,7 +223,6 @@ class Launcher:
 
 def run(config: Config) -> int:
     """Run the router in the foreground until SIGTERM or SIGINT; return the exit status."""
-
     raise_open_files()
 
     async def main() -> None:
