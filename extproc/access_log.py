@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import grpc
 import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from extproc.address import join_host_port
-from extproc.grpc_types import Stream, stream_unary
+from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.xds.model import ADMIN_CLUSTER
@@ -20,7 +19,7 @@ from protos.access_log_pb2 import (
     StreamAccessLogsResponse,
 )
 
-SERVICE_NAME = "envoy.service.accesslog.v3.AccessLogService"
+STREAM_ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 
 log = structlog.get_logger(__name__)
 
@@ -33,22 +32,13 @@ class AccessLogService:
         self._metrics = metrics
         self._worker_url = worker_url
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
-        return stream_unary(SERVICE_NAME, "StreamAccessLogs", self.receive)
+        return {STREAM_ACCESS_LOGS: self.open}
 
-    async def receive(self, _requests: object, context: Stream) -> bytes:
-        """Take entries until Envoy goes away."""
-        while isinstance(raw := await context.read(), bytes):  # else EOF
-            try:
-                message = StreamAccessLogsMessage.FromString(raw)
-            except DecodeError as error:
-                log.warning("access log message refused", reason=cap(str(error)))
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not an access log message")
-                break
-            for entry in message.http_logs.log_entry:
-                self.record(entry)
-        return StreamAccessLogsResponse().SerializeToString()
+    def open(self, call: Call) -> _AccessLogStream:
+        """Return the handler of one Envoy's stream."""
+        return _AccessLogStream(call, self.record)
 
     def record(self, entry: HTTPAccessLogEntry) -> None:
         """Count one finished request."""
@@ -72,6 +62,31 @@ class AccessLogService:
             metrics.request_seconds.observe(_seconds(common.time_to_last_downstream_tx_byte))
         if common.HasField("time_to_first_upstream_rx_byte"):
             metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
+
+
+class _AccessLogStream:
+    __slots__ = ("_call", "_record")
+
+    def __init__(self, call: Call, record: Callable[[HTTPAccessLogEntry], None]) -> None:
+        self._call = call
+        self._record = record
+
+    def on_message(self, message: bytes) -> None:
+        try:
+            entries = StreamAccessLogsMessage.FromString(message).http_logs.log_entry
+        except DecodeError as error:
+            log.warning("access log message refused", reason=cap(str(error)))
+            self._call.finish(Status.INVALID_ARGUMENT, "not an access log message")
+            return
+        for entry in entries:
+            self._record(entry)
+
+    def on_end(self) -> None:
+        self._call.send(StreamAccessLogsResponse().SerializeToString())
+        self._call.finish()
+
+    def on_close(self) -> None:
+        """Nothing is kept per stream."""
 
 
 def _seconds(duration: Duration) -> float:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import resource
 
+BACKLOG = 1024
+"""Connections that wait to be accepted."""
+
 
 def raise_open_files() -> int:
     """Raise the soft limit of open files to the hard one, for this process and its children.

@@ -8,7 +8,6 @@ import signal
 import time
 from pathlib import Path
 
-import grpc.aio
 import structlog
 from aiohttp import web
 
@@ -19,8 +18,8 @@ from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import static
 from extproc.discovery.updates import Add, Remove, Reset, Update
 from extproc.errors import ConfigError
+from extproc.grpc_server import GrpcServer
 from extproc.limits import raise_open_files
-from extproc.listening import check_free
 from extproc.metrics import Metrics
 from extproc.pool import Pool
 from extproc.readiness import Readiness
@@ -33,13 +32,8 @@ from extproc.xds.snapshot import build_snapshot
 DEFAULT_POOL = "default"
 DRAIN_POLL_S = 0.02
 
-GRPC_OPTIONS = (
-    ("grpc.max_receive_message_length", -1),  # Envoy enforces the body limit; the default is 4 MiB
-    ("grpc.max_concurrent_streams", 2**31 - 1),  # one per request under way
-    ("grpc.so_reuseport", 0),  # two services on one port are a mistake to report
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
+MESSAGE_OVERHEAD_BYTES = 2**20
+"""What a message may have beside the body: headers, attributes, Envoy's description of itself."""
 
 log = structlog.get_logger(__name__)
 
@@ -79,17 +73,16 @@ class Service:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
         config = self._config
-        server = grpc.aio.server(options=GRPC_OPTIONS)
-        server.add_generic_rpc_handlers(
-            [self._extproc.handler(), self._ads.handler(), self._access_log.handler()]
+        server = GrpcServer(
+            self._extproc.methods() | self._ads.methods() | self._access_log.methods(),
+            max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
         async with asyncio.TaskGroup() as tasks:
             discovery = tasks.create_task(self._follow_discovery())
             # Envoy may still be serving for a service that died: tell it of no fewer workers.
             await self._discovered.wait()
-            _bind_grpc(server, Address.parse(config.grpc_address))
-            await server.start()
+            await _serve_grpc(server, Address.parse(config.grpc_address))
             admin = Address.parse(config.admin_address)
             runners.append(await _serve_http(build_admin_app(self.readiness, self._policy), admin))
             if config.prometheus_port:
@@ -110,22 +103,23 @@ class Service:
             for runner in runners:
                 await runner.cleanup()
 
-    async def _drain(self, server: grpc.aio.Server) -> None:
+    async def _drain(self, server: GrpcServer) -> None:
         """Take no new streams; end when the last request has, or with the grace time.
 
         xDS and access-log streams last as long as Envoy: waiting for them would use up the grace time.
         """
-        async with asyncio.TaskGroup() as tasks:
-            stopping = tasks.create_task(server.stop(self._config.shutdown_grace_s))
-            while self.pool.in_flight and not stopping.done():
-                await asyncio.sleep(DRAIN_POLL_S)
-            await server.stop(0)
+        server.drain()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.shutdown_grace_s
+        while self.pool.in_flight and loop.time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        await server.stop()
 
     async def _follow_discovery(self) -> None:
         async for update in static.watch(self._config.workers(), report=_report_unresolved):
             if self.pool.apply(update):
                 _log_update(update)
-                await self._ads.publish(build_snapshot(self._model()))
+                self._ads.publish(build_snapshot(self._model()))
             self._discovered.set()
 
     def _model(self) -> EnvoyModel:
@@ -165,14 +159,14 @@ def run(config: Config) -> int:
     return status
 
 
-def _bind_grpc(server: grpc.aio.Server, address: Address) -> None:
+async def _serve_grpc(server: GrpcServer, address: Address) -> None:
     _remove_stale_socket(address)
-    if not address.path:
-        check_free(address.host, address.port, "--grpc-address")  # grpc's own words say little
     try:
-        server.add_insecure_port(str(address))
-    except RuntimeError as error:
-        raise ConfigError(f"cannot listen on {address} (--grpc-address): {error}") from error
+        await server.start(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {address} (--grpc-address): {error.strerror}"
+        ) from error
     _only_for_this_user(address)
 
 

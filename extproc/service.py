@@ -1,27 +1,22 @@
-"""The ext_proc shell: reads Envoy's messages, drives one ``Exchange`` per stream, writes its answers.
-
-Generic handlers with raw bytes, ``context.read`` and ``context.write`` instead of generators: the
-cheapest way that grpc.aio has.
-"""
+"""The ext_proc shell: drives one ``Exchange`` per call and counts what it decides."""
 
 from __future__ import annotations
 
 import random
 import time
 
-import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
 from extproc.exchange import Exchange
-from extproc.grpc_types import Stream, stream_stream
+from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.router import Refused, Router
 from protos.ext_proc_pb2 import ProcessingRequest
 
-SERVICE_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
+PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 
 log = structlog.get_logger(__name__)
 
@@ -32,46 +27,61 @@ class ExtProcService:
     def __init__(
         self, router: Router, metrics: Metrics, *, ids: random.Random, max_body_bytes: int
     ) -> None:
+        self.metrics = metrics
         self._router = router
-        self._metrics = metrics
         self._ids = ids
         self._max_body_bytes = max_body_bytes
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
-        return stream_stream(SERVICE_NAME, "Process", self.process)
+        return {PROCESS: self.open}
 
-    async def process(self, _requests: object, context: Stream) -> None:
-        """Serve one stream: one HTTP request and its response."""
+    def open(self, call: Call) -> _Process:
+        """Return the handler of one call: one HTTP request and its response."""
         exchange = Exchange(self._router, ids=self._ids, max_body_bytes=self._max_body_bytes)
-        monotonic = time.monotonic
+        return _Process(call, exchange, self.metrics)
+
+
+class _Process:
+    __slots__ = ("_call", "_exchange", "_metrics")
+
+    def __init__(self, call: Call, exchange: Exchange, metrics: Metrics) -> None:
+        self._call = call
+        self._exchange = exchange
+        self._metrics = metrics
+
+    def on_message(self, message: bytes) -> None:
+        exchange = self._exchange
+        undecided = exchange.decision is None
+        started = time.monotonic()
         try:
-            while isinstance(raw := await context.read(), bytes):  # else EOF
-                started = monotonic()
-                undecided = exchange.decision is None
-                answers = exchange.receive(ProcessingRequest.FromString(raw), started)
-                if undecided and exchange.decision is not None:
-                    self._observe(exchange, monotonic() - started)
-                del raw
-                for answer in answers:
-                    await context.write(answer)
-                del answers
+            answers = exchange.receive(ProcessingRequest.FromString(message), started)
         except (ProtocolError, DecodeError) as error:
             self._metrics.stream_errors.labels("protocol").inc()
             log.warning("ext_proc message refused", reason=cap(str(error)))
             # Never end with OK here: Envoy takes that for "continue without me", always.
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, cap(str(error)))
+            self._call.finish(Status.INVALID_ARGUMENT, cap(str(error)))
+            return
         except Exception:
             self._metrics.stream_errors.labels("internal").inc()
             log.exception("ext_proc stream failed")
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
-        finally:
-            exchange.close(monotonic())
+            self._call.finish(Status.INTERNAL, "internal error")
+            return
+        if undecided and exchange.decision is not None:
+            self._observe(time.monotonic() - started)
+        for answer in answers:
+            self._call.send(answer)
 
-    def _observe(self, exchange: Exchange, duration_s: float) -> None:
+    def on_end(self) -> None:
+        self._call.finish()
+
+    def on_close(self) -> None:
+        self._exchange.close(time.monotonic())
+
+    def _observe(self, duration_s: float) -> None:
         metrics = self._metrics
         metrics.decision_seconds.observe(duration_s)
-        decision = exchange.decision
+        decision = self._exchange.decision
         if isinstance(decision, Refused):
             metrics.refused[decision.refusal].inc()
         else:

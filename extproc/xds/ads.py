@@ -2,81 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
-
-import grpc
 import structlog
 from google.protobuf.message import DecodeError
 
-from extproc.grpc_types import Stream, stream_stream
+from extproc.h2.grpc import Call, Method, Status
 from extproc.metrics import Metrics
 from extproc.xds.snapshot import Snapshot
 from extproc.xds.subscription import AdsSession, Nack
 from protos.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 
-SERVICE_NAME = "envoy.service.discovery.v3.AggregatedDiscoveryService"
+STREAM_RESOURCES = (
+    "/envoy.service.discovery.v3.AggregatedDiscoveryService/StreamAggregatedResources"
+)
 
 log = structlog.get_logger(__name__)
-
-
-class _Stream:
-    """One Envoy. Responses of its two sources leave in the order in which they were made."""
-
-    def __init__(self, context: Stream, snapshot: Snapshot) -> None:
-        self.session = AdsSession(snapshot)
-        self._context = context
-        self._writing = asyncio.Lock()
-
-    async def send(self, responses: list[DiscoveryResponse]) -> None:
-        async with self._writing:
-            for response in responses:
-                await self._context.write(response.SerializeToString())
 
 
 class AdsService:
     """Serves ``AggregatedDiscoveryService.StreamAggregatedResources``."""
 
     def __init__(self, snapshot: Snapshot, metrics: Metrics) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self._metrics = metrics
-        self._streams: set[_Stream] = set()
+        self._streams: set[_AdsStream] = set()
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
-        return stream_stream(SERVICE_NAME, "StreamAggregatedResources", self.stream)
+        return {STREAM_RESOURCES: self.open}
+
+    def open(self, call: Call) -> _AdsStream:
+        """Return the handler of one Envoy's stream."""
+        stream = _AdsStream(call, self)
+        self._streams.add(stream)
+        self._count("envoy connected")
+        return stream
 
     def serving(self) -> bool:
         """Tell whether every connected Envoy has a configuration; true when none takes it from here."""
         return all(stream.session.serving() for stream in self._streams)
 
-    async def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: Snapshot) -> None:
         """Send *snapshot* to every connected Envoy; later ones get it when they come."""
-        self._snapshot = snapshot
-        sends = [stream.send(stream.session.on_snapshot(snapshot)) for stream in self._streams]
-        # A stream that breaks meanwhile is cleaned up by its own handler.
-        await asyncio.gather(*sends, return_exceptions=True)
+        self.snapshot = snapshot
+        for stream in self._streams:
+            stream.send(stream.session.on_snapshot(snapshot))
+            stream.call.flush()
 
-    async def stream(self, _requests: object, context: Stream) -> None:
-        """Serve one Envoy until it goes away."""
-        stream = _Stream(context, self._snapshot)
-        self._streams.add(stream)
-        self._metrics.envoys.set(len(self._streams))
-        log.info("envoy connected", envoys=len(self._streams))
-        try:
-            while isinstance(raw := await context.read(), bytes):  # else EOF
-                request = DiscoveryRequest.FromString(raw)
-                responses, nack = stream.session.on_request(request)
-                if nack is not None:
-                    self._on_nack(nack)
-                await stream.send(responses)
-        except DecodeError:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "not a DiscoveryRequest")
-        finally:
-            self._streams.discard(stream)
-            self._metrics.envoys.set(len(self._streams))
-            log.info("envoy disconnected", envoys=len(self._streams))
-
-    def _on_nack(self, nack: Nack) -> None:
+    def on_nack(self, nack: Nack) -> None:
+        """Say that Envoy refused, in its own words."""
         self._metrics.xds_nacks.inc()
         log.error(
             "envoy refused a configuration and keeps the last good one",
@@ -84,3 +57,42 @@ class AdsService:
             version=nack.version,
             reason=nack.message,
         )
+
+    def forget(self, stream: _AdsStream) -> None:
+        """Drop an Envoy that is gone."""
+        self._streams.discard(stream)
+        self._count("envoy disconnected")
+
+    def _count(self, event: str) -> None:
+        self._metrics.envoys.set(len(self._streams))
+        log.info(event, envoys=len(self._streams))
+
+
+class _AdsStream:
+    """One Envoy."""
+
+    def __init__(self, call: Call, service: AdsService) -> None:
+        self.call = call
+        self.session = AdsSession(service.snapshot)
+        self._service = service
+
+    def send(self, responses: list[DiscoveryResponse]) -> None:
+        for response in responses:
+            self.call.send(response.SerializeToString())
+
+    def on_message(self, message: bytes) -> None:
+        try:
+            request = DiscoveryRequest.FromString(message)
+        except DecodeError:
+            self.call.finish(Status.INVALID_ARGUMENT, "not a DiscoveryRequest")
+            return
+        responses, nack = self.session.on_request(request)
+        if nack is not None:
+            self._service.on_nack(nack)
+        self.send(responses)
+
+    def on_end(self) -> None:
+        self.call.finish()
+
+    def on_close(self) -> None:
+        self._service.forget(self)
