@@ -39,7 +39,15 @@ class Lease:
 class Pool:
     """The workers that serve one model in one role."""
 
-    __slots__ = ("_by_url", "_next_order", "_subscribers", "candidates", "in_flight", "name")
+    __slots__ = (
+        "_by_url",
+        "_next_order",
+        "_subscribers",
+        "_url_by_endpoint",
+        "candidates",
+        "in_flight",
+        "name",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,6 +55,7 @@ class Pool:
         self.in_flight = 0
         """Leases out, those on removed workers included."""
         self._by_url: dict[str, Worker] = {}
+        self._url_by_endpoint: dict[str, str] = {}
         self._next_order = 0
         self._subscribers: list[Callable[[Sequence[Worker]], None]] = []
 
@@ -75,6 +84,10 @@ class Pool:
         """Return the worker known as *url*."""
         return self._by_url.get(url)
 
+    def url_of(self, endpoint: str) -> str:
+        """Return the URL of the worker at *endpoint*, or *endpoint* when it is not known."""
+        return self._url_by_endpoint.get(endpoint, endpoint)
+
     def _others(self, url: str) -> list[WorkerSpec]:
         return [WorkerSpec(w.url, w.endpoint) for w in self.candidates if w.url != url]
 
@@ -90,6 +103,7 @@ class Pool:
         if workers == known:
             return False
         self._by_url = workers
+        self._url_by_endpoint = {worker.endpoint: worker.url for worker in workers.values()}
         self.candidates = tuple(sorted(workers.values(), key=lambda worker: worker.order))
         for on_workers in self._subscribers:
             on_workers(self.candidates)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 from extproc.errors import Refusal
 from extproc.pool import Pool
 from policies.base import BodyChooser, MembershipObserver, Observer, Policy, Request, Worker
+
+_order = attrgetter("order")
 
 MAX_ENDPOINTS = 3
 """The pick and its fallbacks: each of Envoy's retries takes the next one."""
@@ -62,7 +66,7 @@ class Router:
         *subset*: the endpoints that a gateway allows for this request, as ``ip:port`` or ``ip``
         (any port); None allows all (Endpoint Picker Protocol 004, subset hint).
         """
-        workers: Sequence[Worker] = self.pool.candidates
+        workers = self.pool.candidates
         if subset is not None:
             workers = tuple(w for w in workers if _allowed(w.endpoint, subset))
         if not workers:
@@ -93,11 +97,11 @@ def _allowed(endpoint: str, subset: Collection[str]) -> bool:
     return endpoint in subset or endpoint.rpartition(":")[0] in subset
 
 
-def _on_other_hosts(workers: Sequence[Worker], picked: tuple[Worker, ...]) -> Sequence[Worker]:
+def _on_other_hosts(workers: tuple[Worker, ...], picked: tuple[Worker, ...]) -> tuple[Worker, ...]:
     hosts = {worker.host for worker in picked}
     return tuple(worker for worker in workers if worker.host not in hosts)
 
 
-def _without(workers: Sequence[Worker], worker: Worker) -> Sequence[Worker]:
-    position = workers.index(worker)
-    return (*workers[:position], *workers[position + 1 :])
+def _without(workers: tuple[Worker, ...], worker: Worker) -> tuple[Worker, ...]:
+    position = bisect_left(workers, worker.order, key=_order)
+    return workers[:position] + workers[position + 1 :]
