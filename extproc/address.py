@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import re
-from urllib.parse import urlsplit
+import socket
 
 # sockaddr_un.sun_path on Linux holds 108 bytes, the closing zero included.
 MAX_UNIX_PATH_BYTES = 107
@@ -17,6 +17,9 @@ MAX_UNIX_PATH_BYTES = 107
 _HOST_NAME = re.compile(
     r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*\.?"
 )
+
+
+_AUTHORITY = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<name>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,28 +63,28 @@ class WorkerUrl:
     @classmethod
     def parse(cls, text: str) -> WorkerUrl:
         """Read ``http://host[:port]``; ``ValueError`` says what is wrong and what is expected."""
+        if "@" in text:  # not repeated: it may hold a password
+            raise ValueError("worker URL with a user or password; expected http://host:port")
         hint = f"worker URL {text!r}: expected http://host:port"
-        if text != text.strip() or not text.isprintable() or " " in text:
+        if not text.isprintable() or " " in text:
             raise ValueError(f"{hint}, without spaces or control characters")
-        parts = urlsplit(text)
-        if parts.scheme == "https":
-            raise ValueError(f"{hint}; https workers are not supported yet")
-        if parts.scheme != "http":
-            raise ValueError(f"{hint}, got scheme {parts.scheme!r}")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError(
-                f"worker URL of host {parts.hostname!r}: user and password are not allowed"
-            )
-        if parts.path not in ("", "/") or parts.query or parts.fragment:
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme.lower() != "http":
+            later = "; https workers are not supported yet" if scheme.lower() == "https" else ""
+            raise ValueError(f"{hint}{later}")
+        if any(mark in rest.removesuffix("/") for mark in "/?#"):
             raise ValueError(f"{hint}, without path, query or fragment")
-        try:
-            port = 80 if parts.port is None else parts.port
-        except ValueError as error:
-            raise ValueError(f"{hint}; the port is not a number from 1 to 65535") from error
-        if port == 0:
-            raise ValueError(f"{hint}; port 0 is not a port to connect to")
-        host = parts.hostname or ""
-        if not is_ip(host) and not _HOST_NAME.fullmatch(host):
+        found = _AUTHORITY.fullmatch(rest.removesuffix("/"))
+        if found is None:
+            raise ValueError(f"{hint}; an IPv6 address stands in brackets, a port is a number")
+        host = (found["ipv6"] or found["name"]).lower()
+        port = 80 if found["port"] is None else int(found["port"])
+        if not 1 <= port <= 65535:
+            raise ValueError(f"{hint}; the port is not a number from 1 to 65535")
+        if found["ipv6"] is not None:
+            if not is_ip(host) or ":" not in host or "%" in host:
+                raise ValueError(f"{hint}; {host!r} is not an IPv6 address")
+        elif not is_ip(host) and not _HOST_NAME.fullmatch(host):
             raise ValueError(f"{hint}; {host!r} is neither an IP address nor a host name")
         return cls(url=text.rstrip("/"), host=host, port=port)
 
@@ -103,7 +106,8 @@ def is_loopback(host: str) -> bool:
 def join_host_port(host: str, port: int) -> str:
     """Return ``host:port``, an IPv6 address in brackets and in its shortest form, as Envoy writes it."""
     if ":" in host:
-        return f"[{ipaddress.ip_address(host)}]:{port}"
+        shortest = socket.inet_ntop(socket.AF_INET6, socket.inet_pton(socket.AF_INET6, host))
+        return f"[{shortest}]:{port}"
     return f"{host}:{port}"
 
 

@@ -24,7 +24,7 @@ from policies import registry
 from policies.base import Policy
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
-Seconds = Annotated[float, Meta(gt=0)]
+Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]  # a year: Envoy takes no infinite durations
 
 
 HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
@@ -127,7 +127,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 1800
     shutdown_grace_s: Annotated[
         float,
-        Meta(ge=0, description="Seconds that streams under way may take to finish after SIGTERM."),
+        Meta(
+            ge=0,
+            le=31_536_000,
+            description="Seconds that streams under way may take to finish after SIGTERM.",
+        ),
     ] = 30
     fail_closed: Annotated[
         bool,
@@ -292,7 +296,7 @@ def read_file(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
         return {}

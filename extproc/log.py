@@ -11,6 +11,8 @@ from pathlib import Path
 
 import structlog
 
+from extproc.errors import ConfigError
+
 MAX_FOREIGN_CHARS = 256
 
 
@@ -24,8 +26,13 @@ def configure(level: str, directory: str, name: str) -> None:
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if directory:
         path = Path(directory)
-        path.mkdir(parents=True, exist_ok=True)
-        handlers.append(logging.FileHandler(path / f"{name}.log"))
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(path / f"{name}.log"))
+        except OSError as error:
+            raise ConfigError(
+                f"--log-dir: cannot write to {directory}: {error.strerror}"
+            ) from error
 
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -49,7 +49,7 @@ class ConsistentHash:
     session_headers: tuple[str, ...] = ()
     """Headers to look at before the usual ones; lower case."""
 
-    _ring: HashRing = dataclasses.field(init=False, repr=False)
+    _ring: HashRing = dataclasses.field(default_factory=HashRing, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.virtual_nodes < 1:

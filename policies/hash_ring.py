@@ -28,7 +28,7 @@ class HashRing:
 
     __slots__ = ("_owners", "_points", "_virtual_nodes")
 
-    def __init__(self, virtual_nodes: int) -> None:
+    def __init__(self, virtual_nodes: int = 160) -> None:
         self._virtual_nodes = virtual_nodes
         self._owners: dict[int, Worker] = {}
         # position << 32 | order of the owner: one list to sort and to search
