@@ -35,18 +35,18 @@ class Address:
         """Read ``unix:/run/x.sock``, ``127.0.0.1:9002`` or ``[::1]:9002``."""
         if text.startswith("unix:"):
             path = text.removeprefix("unix:")
-            if not path.startswith("/"):
-                raise ValueError(f"unix socket path must be absolute, got {text!r}")
+            if not path.startswith("/") or not path.isprintable():
+                raise ValueError(f"unix socket path must be absolute and printable, got {text!r}")
             if len(path.encode()) > MAX_UNIX_PATH_BYTES:
                 raise ValueError(
                     f"unix socket path is longer than {MAX_UNIX_PATH_BYTES} bytes: {path!r}"
                 )
             return cls(path=path)
-        host, separator, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]")
-        if not separator or not is_ip(host) or not port.isdecimal() or int(port) > 65535:
+        found = _AUTHORITY.fullmatch(text)
+        host = "" if found is None else found["ipv6"] or found["name"]
+        if found is None or not is_ip(host) or found["port"] is None or int(found["port"]) > 65535:
             raise ValueError(f"expected unix:/path or ip:port, got {text!r}")
-        return cls(host=host, port=int(port))
+        return cls(host=host, port=int(found["port"]))
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.path else join_host_port(self.host, self.port)

@@ -252,8 +252,6 @@ def build_policy(config: Config) -> Policy:
         )
     options = {name: getattr(config, name) for name in POLICY_OPTIONS & known}
     params = {name: value for name, value in options.items() if value not in (None, ())}
-    if "session_headers" in params:
-        params["session_headers"] = tuple(name.lower() for name in params["session_headers"])
     try:
         return msgspec.convert(params | choice.params, cls)
     except (msgspec.ValidationError, ValueError) as error:

@@ -13,6 +13,7 @@ from extproc.h2.grpc import GrpcConnection, Method
 from extproc.limits import BACKLOG
 
 CLOSE_TIMEOUT_S = 1.0
+"""For writing what is queued; a peer that does not read it by then is cut off."""
 
 log = structlog.get_logger(__name__)
 
@@ -53,13 +54,21 @@ class _Peer(asyncio.Protocol):
         output = self.grpc.http.output()
         if output:
             transport.write(output)
-        if self.grpc.http.closed:
+        if self.grpc.http.closed and not transport.is_closing():
+            log.warning(
+                "grpc connection closed: its peer is at fault", reason=str(self.grpc.http.fault)
+            )
             transport.close()
 
     def close(self) -> None:
         """Close the connection after what is queued."""
         if self._transport is not None:
             self._transport.close()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
 
 
 class GrpcServer:
@@ -73,6 +82,8 @@ class GrpcServer:
         self.all_gone = asyncio.Event()
         self.all_gone.set()
         self._listener: asyncio.Server | None = None
+        self._draining = False
+        self._stopped = False
 
     async def start(self, address: Address) -> None:
         """Listen; ``OSError`` when the address cannot be had."""
@@ -92,6 +103,11 @@ class GrpcServer:
         """Note a new connection."""
         self.peers.add(peer)
         self.all_gone.clear()
+        # A connection may have been under way when the listener was closed.
+        if self._draining:
+            peer.grpc.http.drain()
+        if self._stopped:
+            peer.close()
 
     def left(self, peer: _Peer) -> None:
         """Note that a connection is gone."""
@@ -101,6 +117,7 @@ class GrpcServer:
 
     def drain(self) -> None:
         """Take no new connections and no new calls; those under way go on."""
+        self._draining = True
         if self._listener is not None:
             self._listener.close()
         for peer in self.peers:
@@ -110,15 +127,24 @@ class GrpcServer:
     async def stop(self) -> None:
         """End everything."""
         self.drain()
+        self._stopped = True
         for peer in list(self.peers):
             peer.grpc.abort_all()
             peer.flush()
             peer.close()
+        if not await self._until_all_gone():
+            log.warning("connections cut off at the end", connections=len(self.peers))
+            for peer in list(self.peers):
+                peer.abort()
+            await self._until_all_gone()
+
+    async def _until_all_gone(self) -> bool:
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.all_gone.wait()
         except TimeoutError:
-            log.warning("connections left open at the end", connections=len(self.peers))
+            return False
+        return True
 
 
 def _report(method: str, error: Exception) -> None:

@@ -48,11 +48,14 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def parse_content(body: bytes) -> Content | None:
-    """Return what *body* tells, or None when it is no JSON object."""
+    """Return what *body* tells, or None when it is no JSON object (or nested beyond reason)."""
     try:
-        fields = _decoder.decode(body)
+        return _content(_decoder.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def _content(fields: _Body) -> Content:
     model, session = _text(fields.model), _session(fields)
     chat = _chat(fields)
     if chat is not None:

@@ -68,24 +68,37 @@ class Router:
         """
         workers = self.pool.candidates
         if subset is not None:
-            workers = tuple(w for w in workers if _allowed(w.endpoint, subset))
+            workers = tuple(w for w in workers if _allowed(w, subset))
         if not workers:
             return Refused(Refusal.NO_WORKER)
 
         first = self.policy.pick(request, workers, now=now, rng=self._rng)
         picked: tuple[Worker, ...] = (first,)
-        while len(picked) < MAX_ENDPOINTS and len(workers) > 1:
-            workers = _without(workers, picked[-1])
-            fallback = self.policy.pick(request, workers, now=now, rng=self._rng)
-            if any(fallback.host == worker.host for worker in picked):
-                # What took the first worker down may have taken its host.
-                elsewhere = _on_other_hosts(workers, picked)
-                if elsewhere:
-                    fallback = self.policy.pick(request, elsewhere, now=now, rng=self._rng)
-            picked += (fallback,)
+        workers = _without(workers, first)
+        while workers and len(picked) < MAX_ENDPOINTS:
+            fallback = self._fallback(request, workers, picked, now)
+            workers = _without(workers, fallback)
+            if all(fallback.endpoint != worker.endpoint for worker in picked):
+                picked += (fallback,)
         if self._observer is not None:
             self._observer.on_sent(first, request, now)
         return Routed(self.pool, picked)
+
+    def _fallback(
+        self,
+        request: Request,
+        workers: tuple[Worker, ...],
+        picked: tuple[Worker, ...],
+        now: float,
+    ) -> Worker:
+        """Pick one of *workers*, on another host than *picked* where there is one."""
+        fallback = self.policy.pick(request, workers, now=now, rng=self._rng)
+        if any(fallback.host == worker.host for worker in picked):
+            # What took the first worker down may have taken its host.
+            elsewhere = _on_other_hosts(workers, picked)
+            if elsewhere:
+                return self.policy.pick(request, elsewhere, now=now, rng=self._rng)
+        return fallback
 
     def on_done(self, worker: Worker, now: float) -> None:
         """Tell the policy that a request on *worker* ended."""
@@ -93,8 +106,9 @@ class Router:
             self._observer.on_done(worker, now)
 
 
-def _allowed(endpoint: str, subset: Collection[str]) -> bool:
-    return endpoint in subset or endpoint.rpartition(":")[0] in subset
+def _allowed(worker: Worker, subset: Collection[str]) -> bool:
+    host = worker.host
+    return worker.endpoint in subset or host in subset or host.strip("[]") in subset
 
 
 def _on_other_hosts(workers: tuple[Worker, ...], picked: tuple[Worker, ...]) -> tuple[Worker, ...]:
@@ -104,4 +118,6 @@ def _on_other_hosts(workers: tuple[Worker, ...], picked: tuple[Worker, ...]) -> 
 
 def _without(workers: tuple[Worker, ...], worker: Worker) -> tuple[Worker, ...]:
     position = bisect_left(workers, worker.order, key=_order)
+    if position == len(workers) or workers[position] is not worker:
+        raise LookupError(f"the policy picked {worker!r}, which is no candidate")
     return workers[:position] + workers[position + 1 :]

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from policies.base import Content, Request, Worker
+from policies.hashing import hash64
 from policies.prefix_tree import VACANT, PrefixTree
 from policies.registry import register
 from policies.selection import absent, least_loaded, uniform
+
+MAX_MODEL_CHARS = 128
+"""A longer name stands for itself by its hash: names do not count towards the bounds."""
 
 EVICT_TO_RATIO = 0.9
 """How much of a bound is left after an eviction: rare and short pauses instead of one per request."""
@@ -36,8 +40,10 @@ class CacheAware:
     A worker is judged by its own load, not by the highest one in the pool: one hot prefix takes requests
     away from its own worker and leaves everybody else's affinity alone.
 
-    A beginning that *shared_fan_out* different texts follow is shared by all (a system prompt): it counts
-    neither as matched nor as length, or all new conversations would go to the worker that saw it first.
+    A beginning of more than one worker's share of all known texts (and of at least *shared_fan_out* texts),
+    such as a system prompt, is common property: no single worker could serve all that begins with it. It
+    counts neither as matched nor as length, or all new conversations would go to the worker that saw it
+    first.
 
     Inputs: what this router has sent, not what workers have kept; in-flight counts, local and exact.
     A request without a prompt (or whose body cannot be read) goes to the least loaded worker.
@@ -67,7 +73,7 @@ class CacheAware:
     """Characters that one worker may have in the tree."""
 
     shared_fan_out: int = 4
-    """Different continuations after which a beginning counts as shared by all."""
+    """Texts that must begin alike at least before the beginning counts as common property."""
 
     _tree: PrefixTree = dataclasses.field(default_factory=PrefixTree, init=False, repr=False)
     _slots: dict[int, int] = dataclasses.field(default_factory=dict, init=False, repr=False)
@@ -103,7 +109,7 @@ class CacheAware:
 
     def wants_body(self, headers: Mapping[str, str]) -> bool:
         """Only bodies that can hold a prompt: uploads of audio and the like stay in Envoy."""
-        content_type = headers.get("content-type", "")
+        content_type = headers.get("content-type", "").lower()
         return not content_type.startswith(("multipart/", "audio/", "image/", "application/octet"))
 
     def pick(
@@ -177,24 +183,32 @@ class CacheAware:
             match = self._tree.match(space, prompt)
             matched, owners = match.longest(slots)
             for start, end in content.replies:
-                if start == matched:
-                    matched = end
-            shared = match.shared_length(self.shared_fan_out)
+                if start <= matched < end:
+                    matched, owners = end, match.owners_at(start, slots)
+                    break
+            shared = match.shared_length(self._shared_texts(space, len(workers)))
             if not owners or matched <= shared:
                 return None
             if (matched - shared) / (len(prompt) - shared) <= self.cache_threshold:
                 return None
         else:
-            owners = self._best_of_batch(space, content.prompts, slots)
+            shared_texts = self._shared_texts(space, len(workers))
+            owners = self._best_of_batch(space, content.prompts, slots, shared_texts)
         return self._lowest_load(owners, rng)
 
-    def _best_of_batch(self, space: str, prompts: tuple[str, ...], slots: int) -> int:
+    def _shared_texts(self, space: str, workers: int) -> float:
+        """Return how many texts must begin alike for the beginning to belong to nobody."""
+        return max(self.shared_fan_out, self._tree.texts(space) / workers)
+
+    def _best_of_batch(
+        self, space: str, prompts: tuple[str, ...], slots: int, shared_texts: float
+    ) -> int:
         """Return the owners of the best summed match of *prompts*, 0 when it is too short."""
         matched: dict[int, int] = {}
         total = 0
         for prompt in prompts:
             match = self._tree.match(space, prompt)
-            shared = match.shared_length(self.shared_fan_out)
+            shared = match.shared_length(shared_texts)
             total += len(prompt) - shared
             seen = 0
             for node, length in reversed(match.path):
@@ -253,7 +267,10 @@ class CacheAware:
 
 
 def _space(content: Content) -> str:
-    return f"{'t' if content.tokens else 'c'}:{content.model}"
+    model = content.model
+    if len(model) > MAX_MODEL_CHARS:
+        model = f"{hash64(model):x}"
+    return f"{'t' if content.tokens else 'c'}:{model}"
 
 
 def _any_with(

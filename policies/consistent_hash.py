@@ -13,7 +13,7 @@ from policies.hash_ring import HashRing
 from policies.hashing import hash32
 from policies.registry import register
 from policies.selection import contains, uniform
-from policies.session import HashFallback, header_session, session_key
+from policies.session import HashFallback, header_session, lower_case, session_key
 
 
 @register("consistent_hash")
@@ -25,7 +25,8 @@ class ConsistentHash:
     go to its next neighbours, spread over many, and come back with it. One member more or less moves
     about 1/N of the keys. A request without anything to tell its session by goes anywhere.
 
-    With *balance_factor* c no worker gets more than ceil(c * (all in flight + 1) / workers): a key whose
+    With *balance_factor* c no worker gets more than ceil(c * (all in flight + 1) * its share of the
+    weights): a key whose
     owner is full goes on to the next position (bounded loads). That costs a sum over all workers.
 
     Inputs: the session key (see ``policies/session.py``); with bounded loads the in-flight counts, local
@@ -47,11 +48,12 @@ class ConsistentHash:
     """What stands in for a missing session id: the opening of the prompt, or the whole body."""
 
     session_headers: tuple[str, ...] = ()
-    """Headers to look at before the usual ones; lower case."""
+    """Headers to look at before the usual ones."""
 
     _ring: HashRing = dataclasses.field(default_factory=HashRing, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        self.session_headers = lower_case(self.session_headers)
         if self.virtual_nodes < 1:
             raise ValueError(f"virtual_nodes must be >= 1, got {self.virtual_nodes}")
         if self.balance_factor is not None and self.balance_factor < 1:
@@ -68,11 +70,11 @@ class ConsistentHash:
         key = session_key(request, self.session_headers, self.hash_fallback)
         if not key or len(workers) == 1:
             return uniform(workers, rng)
-        limit = self._limit(workers)
+        share = self._share(workers)
         fallback = None
         for worker in self._ring.walk(hash32(key)):
             if contains(workers, worker):
-                if (worker.in_flight + 1) / worker.weight <= limit:
+                if share is None or worker.in_flight < math.ceil(share * worker.weight):
                     return worker
                 fallback = fallback or worker
         return fallback or uniform(workers, rng)
@@ -81,9 +83,10 @@ class ConsistentHash:
         """Put new members on the ring and take those that are gone off it."""
         self._ring.set_members(workers)
 
-    def _limit(self, workers: Sequence[Worker]) -> float:
+    def _share(self, workers: Sequence[Worker]) -> float | None:
+        """Return the bound per unit of weight, None when there is none."""
         if self.balance_factor is None:
-            return math.inf
+            return None
         in_flight = sum(worker.in_flight for worker in workers)
         weight = sum(worker.weight for worker in workers)
-        return math.ceil(self.balance_factor * (in_flight + 1) / weight)
+        return self.balance_factor * (in_flight + 1) / weight

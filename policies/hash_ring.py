@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 from policies.base import Worker
-from policies.hashing import positions32
+from policies.hashing import hash32, positions32
 
 POINTS_PER_NODE = 4
 """Positions of one virtual node, as in ketama. With 160 virtual nodes the share of a worker deviates by
@@ -31,7 +31,8 @@ class HashRing:
     def __init__(self, virtual_nodes: int = 160) -> None:
         self._virtual_nodes = virtual_nodes
         self._owners: dict[int, Worker] = {}
-        # position << 32 | order of the owner: one list to sort and to search
+        # 32 bits of position, 32 of the URL's hash to break ties alike everywhere, and the order of the
+        # owner: one list to sort and to search
         self._points: list[int] = []
 
     def __len__(self) -> int:
@@ -59,7 +60,7 @@ class HashRing:
     def walk(self, position: int) -> Iterator[Worker]:
         """Yield the owners clockwise from *position*, once round; one may come several times."""
         points, owners = self._points, self._owners
-        start = bisect_left(points, position << _OWNER_BITS)
+        start = bisect_left(points, position << 2 * _OWNER_BITS)
         for index in range(start, len(points)):
             yield owners[points[index] & _OWNER_MASK]
         for index in range(start):
@@ -67,4 +68,5 @@ class HashRing:
 
     def _positions(self, worker: Worker) -> list[int]:
         count = max(1, round(self._virtual_nodes * worker.weight)) * POINTS_PER_NODE
-        return [at << _OWNER_BITS | worker.order for at in positions32(worker.url, count)]
+        tail = hash32(worker.url) << _OWNER_BITS | worker.order
+        return [at << 2 * _OWNER_BITS | tail for at in positions32(worker.url, count)]

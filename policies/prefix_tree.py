@@ -8,9 +8,9 @@ workers that have been sent a prompt that begins with it. Invariants:
 * every node but a root has an owner.
 
 Owners are bits of one integer: a node costs the same for one worker as for hundreds, and finding the
-owners among the candidates is one AND. What is least recently used is known per worker by the order of a
-dictionary: each access moves a path to the end, deepest node first, so the first entry is a leaf of
-that worker, or becomes one soon; evicting takes from the front and never walks the tree.
+owners among the candidates is one AND. Per worker each node has a tick, the time of its last use. A use
+gives its whole path the same tick, so a node is never older than what hangs below it, and evicting in
+the order of ticks, deeper nodes first, takes leaves first without walking the tree.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ import math
 from collections.abc import Iterator
 
 VACANT = math.inf
+MAX_TEXT_BITS = 40
+"""No text is longer than 2^40 characters."""
 
 
 class Node:
     """A piece of text below its parent."""
 
-    __slots__ = ("children", "owners", "parent", "text")
+    __slots__ = ("children", "end", "leaves", "owners", "parent", "text")
 
     def __init__(self, text: str, parent: Node | None, owners: int) -> None:
         self.text = text
@@ -34,6 +36,10 @@ class Node:
         """Bit n is set when the worker of slot n has been sent this prefix."""
         self.children: dict[str, Node] = {}
         """By first character."""
+        self.end: int = len(text) + (0 if parent is None else parent.end)
+        """Length of the prefix up to the end of this node."""
+        self.leaves = 1
+        """Different texts that go through this node: the leaves below it, itself when it is one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,14 +65,21 @@ class Match:
                 return length, owners
         return 0, 0
 
-    def shared_length(self, fan_out: int) -> int:
-        """Return the length of the longest prefix that at least *fan_out* different texts follow.
+    def owners_at(self, length: int, slots: int) -> int:
+        """Return the workers of *slots* that have the prefix of *length*."""
+        for node, known in self.path:
+            if known >= length:
+                return node.owners & slots
+        return 0
+
+    def shared_length(self, texts: float) -> int:
+        """Return the length of the longest prefix that at least *texts* different texts begin with.
 
         Such a prefix (a system prompt) says nothing about which conversation a prompt belongs to.
         """
         path = self.path if self.whole else self.path[:-1]
         for node, length in reversed(path):
-            if len(node.children) >= fan_out:
+            if node.leaves >= texts:
                 return length
         return 0
 
@@ -74,12 +87,15 @@ class Match:
 class PrefixTree:
     """Prompts by worker slot: a small number that stands for a worker while it is a member."""
 
-    __slots__ = ("_recent", "_roots", "characters")
+    __slots__ = ("_clock", "_roots", "_spaces", "_ticks", "characters")
 
     def __init__(self) -> None:
         self._roots: dict[str, Node] = {}
-        self._recent: list[dict[Node, None]] = []
-        """Nodes of each slot, least recently used first."""
+        self._spaces: dict[Node, str] = {}
+        """The other way round."""
+        self._clock = 0
+        self._ticks: list[dict[Node, int]] = []
+        """Nodes of each slot with their last use; a larger number is later."""
         self.characters: list[float] = []
         """Characters of the nodes of each slot; infinite for one that is not in use. Read only."""
 
@@ -90,7 +106,7 @@ class PrefixTree:
             self.characters[slot] = 0
             return slot
         self.characters.append(0)
-        self._recent.append({})
+        self._ticks.append({})
         return len(self.characters) - 1
 
     def remove_slot(self, slot: int) -> None:
@@ -119,57 +135,64 @@ class PrefixTree:
 
     def insert(self, space: str, text: str, slot: int) -> None:
         """Note that the worker of *slot* has been sent *text*."""
-        bit = 1 << slot
-        recent = self._recent[slot]
+        if not text:
+            return
         node = self._roots.get(space)
         if node is None:
             node = self._roots[space] = Node("", None, 0)
+            self._spaces[node] = space
         path: list[Node] = []
         at, end = 0, len(text)
         while at < end:
             child = node.children.get(text[at])
             if child is None:
-                child = node.children[text[at]] = Node(text[at:], node, 0)
+                child = self._add(node, text[at:])
             elif not text.startswith(child.text, at):
                 child = self._split(child, common_length(child.text, text, at))
             at += len(child.text)
             path.append(child)
             node = child
+        bit = 1 << slot
+        ticks = self._ticks[slot]
+        self._clock += 1
         gained = 0
-        for node in reversed(path):
-            if node.owners & bit:
-                del recent[node]
-            else:
+        for node in path:
+            if not node.owners & bit:
                 node.owners |= bit
                 gained += len(node.text)
-            recent[node] = None
+            ticks[node] = self._clock
         self.characters[slot] += gained
+
+    def texts(self, space: str) -> int:
+        """Return how many different texts of *space* are known."""
+        root = self._roots.get(space)
+        return 0 if root is None else root.leaves
 
     def node_count(self, slot: int) -> int:
         """Return the nodes of *slot*."""
-        return len(self._recent[slot])
+        return len(self._ticks[slot])
 
     def evict(self, slot: int, *, max_nodes: int, max_characters: int) -> int:
         """Forget what *slot* used least recently until it is within both bounds; return nodes dropped."""
-        recent = self._recent[slot]
-        bit = 1 << slot
+        ticks = self._ticks[slot]
+        if len(ticks) <= max_nodes and self.characters[slot] <= max_characters:
+            return 0
         dropped = 0
-        while recent and (len(recent) > max_nodes or self.characters[slot] > max_characters):
-            node = next(iter(recent))
-            del recent[node]
-            if any(child.owners & bit for child in node.children.values()):
-                # A split put this node behind its child; the child must go first.
-                recent[node] = None
-                continue
+        # By last use; of one use the deeper node first.
+        for node in sorted(ticks, key=lambda node: (ticks[node] << MAX_TEXT_BITS) - node.end):
+            del ticks[node]
             self._disown(node, slot)
             dropped += 1
+            if len(ticks) <= max_nodes and self.characters[slot] <= max_characters:
+                break
         return dropped
 
     def clear(self) -> None:
         """Forget every text; slots stay given out."""
         self._roots.clear()
-        for slot, recent in enumerate(self._recent):
-            recent.clear()
+        self._spaces.clear()
+        for slot, ticks in enumerate(self._ticks):
+            ticks.clear()
             if self.characters[slot] != VACANT:
                 self.characters[slot] = 0
 
@@ -182,12 +205,24 @@ class PrefixTree:
                 yield node
             stack.extend(node.children.values())
 
+    def _add(self, parent: Node, text: str) -> Node:
+        """Hang a new leaf below *parent*."""
+        child = Node(text, parent, 0)
+        if parent.children:
+            above: Node | None = parent
+            while above is not None:
+                above.leaves += 1
+                above = above.parent
+        parent.children[text[0]] = child
+        return child
+
     def _split(self, node: Node, length: int) -> Node:
         """Cut *node* in two; return the upper half, which takes its place below the parent."""
         parent = node.parent
         if parent is None:
             raise AssertionError("a root has no text to split")
         upper = Node(node.text[:length], parent, node.owners)
+        upper.leaves = node.leaves
         parent.children[upper.text[0]] = upper
         node.text = node.text[length:]
         node.parent = upper
@@ -195,23 +230,25 @@ class PrefixTree:
         owners = node.owners
         while owners:
             lowest = owners & -owners
-            self._recent[lowest.bit_length() - 1][upper] = None
+            ticks = self._ticks[lowest.bit_length() - 1]
+            ticks[upper] = ticks[node]
             owners ^= lowest
         return upper
 
     def _disown(self, node: Node, slot: int) -> None:
         node.owners &= ~(1 << slot)
         self.characters[slot] -= len(node.text)
-        if node.owners == 0 and node.parent is not None:
-            del node.parent.children[node.text[0]]
-            self._drop_empty_root(node.parent)
-
-    def _drop_empty_root(self, node: Node) -> None:
-        if node.parent is None and not node.children:
-            for space, root in self._roots.items():
-                if root is node:
-                    del self._roots[space]
-                    return
+        parent = node.parent
+        if node.owners or parent is None:
+            return
+        del parent.children[node.text[0]]
+        if parent.children:
+            above: Node | None = parent
+            while above is not None:
+                above.leaves -= 1
+                above = above.parent
+        elif parent.parent is None:
+            del self._roots[self._spaces.pop(parent)]
 
 
 def common_length(piece: str, text: str, at: int) -> int:

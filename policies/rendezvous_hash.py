@@ -12,10 +12,12 @@ from policies.base import Request, Worker
 from policies.hashing import hash64
 from policies.registry import register
 from policies.selection import uniform
-from policies.session import HashFallback, header_session, session_key
+from policies.session import HashFallback, header_session, lower_case, session_key
 
 PRIME = 2**61 - 1
 """A Mersenne prime: products modulo it stay cheap."""
+
+BELOW_ONE = 1 - 2**-53
 
 
 @register("rendezvous_hash")
@@ -41,7 +43,7 @@ class RendezvousHash:
     """What stands in for a missing session id: the opening of the prompt, or the whole body."""
 
     session_headers: tuple[str, ...] = ()
-    """Headers to look at before the usual ones; lower case."""
+    """Headers to look at before the usual ones."""
 
     _factors: dict[int, tuple[int, int]] = dataclasses.field(
         default_factory=dict, init=False, repr=False
@@ -49,6 +51,9 @@ class RendezvousHash:
     """a and b by the worker's ``order``."""
 
     _weighted: bool = dataclasses.field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.session_headers = lower_case(self.session_headers)
 
     def wants_body(self, headers: Mapping[str, str]) -> bool:
         """Only when no header names the session."""
@@ -67,7 +72,7 @@ class RendezvousHash:
             a, b = factors.get(worker.order) or _factors_of(worker)
             score: float = (a * hashed + b) % PRIME
             if self._weighted:
-                score = -worker.weight / math.log((score + 1) / (PRIME + 1))
+                score = -worker.weight / math.log(min((score + 1) / (PRIME + 1), BELOW_ONE))
             if score > highest:
                 best, highest = worker, score
         return best

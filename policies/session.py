@@ -24,6 +24,11 @@ SESSION_HEADERS = (
 HashFallback = Literal["prompt_prefix", "body"]
 
 
+def lower_case(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return header *names* as requests have them."""
+    return tuple(name.lower() for name in names)
+
+
 def header_session(headers: Mapping[str, str], extra: tuple[str, ...] = ()) -> str:
     """Return the session that the headers name; empty when none does. *extra* names come first."""
     for name in (*extra, *SESSION_HEADERS):

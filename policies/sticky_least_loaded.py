@@ -11,7 +11,7 @@ from typing import ClassVar
 from policies.base import Request, Worker
 from policies.registry import register
 from policies.selection import contains, uniform
-from policies.session import header_session, named_session
+from policies.session import header_session, lower_case, named_session
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,7 +42,7 @@ class StickyLeastLoaded:
     """Seconds without a request after which a session ends. The peer's default."""
 
     session_headers: tuple[str, ...] = ()
-    """Headers to look at before the usual ones; lower case."""
+    """Headers to look at before the usual ones."""
 
     _sessions: OrderedDict[str, _Session] = dataclasses.field(
         default_factory=OrderedDict, init=False, repr=False
@@ -53,6 +53,7 @@ class StickyLeastLoaded:
     """Sessions by the worker's ``order``."""
 
     def __post_init__(self) -> None:
+        self.session_headers = lower_case(self.session_headers)
         if self.ttl_s <= 0:
             raise ValueError(f"ttl_s must be > 0, got {self.ttl_s}")
 
@@ -70,7 +71,8 @@ class StickyLeastLoaded:
             and contains(workers, session.worker)
         ):
             return session.worker
-        counts = [self._counts.get(worker.order, 0) / worker.weight for worker in workers]
+        sessions = self._live_counts(now)
+        counts = [sessions.get(worker.order, 0) / worker.weight for worker in workers]
         fewest = min(counts)
         return uniform([w for w, n in zip(workers, counts, strict=True) if n == fewest], rng)
 
@@ -112,6 +114,17 @@ class StickyLeastLoaded:
         if self._counts[order] == 0:
             del self._counts[order]
         return True
+
+    def _live_counts(self, now: float) -> dict[int, int]:
+        """Return the counts without the sessions that are over but not yet forgotten."""
+        counts = self._counts
+        for session in self._sessions.values():
+            if now - session.last_used < self.ttl_s:
+                break
+            if counts is self._counts:
+                counts = counts.copy()
+            counts[session.worker.order] -= 1
+        return counts
 
     def _expire(self, now: float) -> None:
         while self._sessions:

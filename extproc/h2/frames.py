@@ -6,11 +6,16 @@ import struct
 from enum import IntEnum
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-HEADER_BYTES = 9
+HEADER = struct.Struct("!HBBBI")
+"""Size (its upper 16 bits, its lower 8), kind, flags, stream."""
+
+HEADER_BYTES = HEADER.size
+MAX_STREAM = 2**31 - 1
 MAX_WINDOW = 2**31 - 1
 DEFAULT_WINDOW = 65_535
 DEFAULT_MAX_FRAME = 16_384
 LARGEST_MAX_FRAME = 2**24 - 1
+DEFAULT_HEADER_TABLE = 4096
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = (
     range(10)
@@ -23,6 +28,7 @@ PADDED = 0x8
 PRIORITIZED = 0x20
 
 SETTINGS_HEADER_TABLE_SIZE = 1
+SETTINGS_ENABLE_PUSH = 2
 SETTINGS_MAX_CONCURRENT_STREAMS = 3
 SETTINGS_INITIAL_WINDOW_SIZE = 4
 SETTINGS_MAX_FRAME_SIZE = 5
@@ -54,11 +60,7 @@ class ConnectionFault(Exception):  # noqa: N818 - an Error would be ours; this i
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """Return one frame."""
     size = len(payload)
-    return (
-        bytes((size >> 16, size >> 8 & 0xFF, size & 0xFF, kind, flags))
-        + stream.to_bytes(4, "big")
-        + payload
-    )
+    return HEADER.pack(size >> 8, size & 0xFF, kind, flags, stream) + payload
 
 
 def settings(values: dict[int, int]) -> bytes:

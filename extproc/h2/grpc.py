@@ -12,7 +12,6 @@ from typing import Protocol
 from urllib.parse import quote
 
 from extproc.h2.connection import HeaderList, ServerConnection
-from extproc.h2.frames import ErrorCode
 
 PREFIX_BYTES = 5  # compressed flag, length
 SAFE_IN_MESSAGE = " !\"#$&'()*+,-./:;<=>?@[\\]^_`{|}~"
@@ -60,14 +59,26 @@ FaultReport = Callable[[str, Exception], None]
 class Call:
     """One call, as its handler uses it."""
 
-    __slots__ = ("_buffer", "_connection", "_server", "_started", "_stream", "handler", "path")
+    __slots__ = (
+        "_connection",
+        "_needed",
+        "_partial",
+        "_server",
+        "_started",
+        "_stream",
+        "handler",
+        "path",
+    )
 
     def __init__(self, server: GrpcConnection, stream: int, path: str) -> None:
         self._server = server
         self._connection = server.http
         self._stream = stream
         self._started = False
-        self._buffer = b""
+        self._partial: bytearray | None = None
+        """The beginning of a message, with its prefix."""
+        self._needed = 0
+        """Bytes that it must have before it is worth looking at."""
         self.path = path
         self.handler: Handler | None = None
 
@@ -94,11 +105,15 @@ class Call:
 
     def take(self, data: bytes, max_message_bytes: int) -> None:
         """Cut *data* into messages and hand them over."""
-        buffer = self._buffer + data if self._buffer else data
-        position, length = 0, len(buffer)
+        if self._partial is not None:
+            self._partial += data
+            if len(self._partial) < self._needed:
+                return
+            data, self._partial = bytes(self._partial), None
+        position, length, needed = 0, len(data), PREFIX_BYTES
         while length - position >= PREFIX_BYTES and self.handler is not None:
-            size = int.from_bytes(buffer[position + 1 : position + PREFIX_BYTES], "big")
-            if buffer[position]:
+            size = int.from_bytes(data[position + 1 : position + PREFIX_BYTES], "big")
+            if data[position]:
                 self.finish(Status.UNIMPLEMENTED, "compressed messages are not supported")
                 return
             if size > max_message_bytes:
@@ -109,10 +124,20 @@ class Call:
                 return
             end = position + PREFIX_BYTES + size
             if end > length:
+                needed = PREFIX_BYTES + size
                 break
-            self.handler.on_message(buffer[position + PREFIX_BYTES : end])
+            message = data[position + PREFIX_BYTES : end]
+            if end == length:
+                data = b""  # a large message is not kept twice while it is handled
+            self.handler.on_message(message)
             position = end
-        self._buffer = buffer[position:] if position < length else b""
+        if position < length and self.handler is not None:
+            self._partial, self._needed = bytearray(data[position:]), needed
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the end of a message has not come."""
+        return self._partial is not None
 
 
 class GrpcConnection:
@@ -139,8 +164,7 @@ class GrpcConnection:
 
     def lost(self) -> None:
         """Close every call: the connection is gone."""
-        for stream in list(self._calls):
-            self.close(stream)
+        self.http.lost()
 
     def close(self, stream: int) -> None:
         """Forget a call and tell its handler."""
@@ -148,10 +172,7 @@ class GrpcConnection:
         if call is None or call.handler is None:
             return
         handler, call.handler = call.handler, None
-        try:
-            handler.on_close()
-        except Exception as error:  # noqa: BLE001 - one call's fault must not end the others
-            self._report(call.path, error)
+        self._tell_closed(call, handler)
 
     # Listener of the HTTP/2 connection.
 
@@ -164,7 +185,16 @@ class GrpcConnection:
         if method is None:
             call.finish(Status.UNIMPLEMENTED, f"unknown method {path[:100]}")
             return
-        call.handler = method(call)
+        try:
+            handler = method(call)
+        except Exception as error:  # noqa: BLE001 - one call's fault must not end the others
+            self._report(path, error)
+            call.finish(Status.INTERNAL, "internal error")
+            return
+        if stream in self._calls:
+            call.handler = handler
+        else:
+            self._tell_closed(call, handler)  # it has finished the call at once
 
     def on_data(self, stream: int, data: bytes) -> None:
         """Hand messages over; a handler that fails ends its call, never with OK."""
@@ -182,6 +212,9 @@ class GrpcConnection:
         call = self._calls.get(stream)
         if call is None or call.handler is None:
             return
+        if call.cut_off:
+            call.finish(Status.INTERNAL, "the last message is cut off")
+            return
         try:
             call.handler.on_end()
         except Exception as error:  # noqa: BLE001 - see above
@@ -194,18 +227,22 @@ class GrpcConnection:
 
     def abort_all(self) -> None:
         """End every call: the service stops."""
-        for stream, call in list(self._calls.items()):
-            if call.handler is None:
-                self.http.reset(stream, ErrorCode.CANCEL)
-            else:
-                call.finish(Status.UNAVAILABLE, "the service stops")
+        for call in list(self._calls.values()):
+            call.finish(Status.UNAVAILABLE, "the service stops")
+
+    def _tell_closed(self, call: Call, handler: Handler) -> None:
+        try:
+            handler.on_close()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._report(call.path, error)
 
 
 def _trailers(status: Status, message: str) -> bytes:
     block = _literal(b"grpc-status", str(int(status)).encode())
     if message:
-        text = quote(message[:MAX_STATUS_MESSAGE_CHARS], safe=SAFE_IN_MESSAGE).encode()
-        block += _literal(b"grpc-message", text)
+        shown = message[:MAX_STATUS_MESSAGE_CHARS]
+        text = quote(shown, safe=SAFE_IN_MESSAGE, errors="replace")
+        block += _literal(b"grpc-message", text.encode())
     return block
 
 

@@ -108,8 +108,9 @@ class AdsSession:
         response = DiscoveryResponse(
             version_info=resources.version, type_url=type_url, nonce=subscription.nonce
         )
+        # In CDS and LDS no names means all; EDS and RDS answer what was asked for.
+        wildcard = not subscription.names and type_url in (CLUSTER_TYPE, LISTENER_TYPE)
         for name, value in resources.by_name.items():
-            # CDS and LDS are wildcards: no names means all. EDS and RDS answer what was asked for.
-            if not subscription.names or name in subscription.names:
+            if wildcard or name in subscription.names:
                 response.resources.add(type_url=type_url, value=value)
         return response
