@@ -183,8 +183,8 @@ class CacheAware:
             match = self._tree.match(space, prompt)
             matched, owners = match.longest(slots)
             for start, end in content.replies:
-                if start <= matched < end:
-                    matched, owners = end, match.owners_at(start, slots)
+                if 0 < start <= matched < end:
+                    matched, owners = min(end, len(prompt)), match.owners_at(start, slots)
                     break
             shared = match.shared_length(self._shared_texts(space, len(workers)))
             if not owners or matched <= shared:
