@@ -1,0 +1,342 @@
+"""The configuration: defaults, file, flags, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import ClassVar
+
+import msgspec
+import pytest
+
+from extproc.address import WorkerUrl
+from extproc.config import (
+    POLICY_OPTIONS,
+    Config,
+    PolicyConfig,
+    bind_ip,
+    build_policy,
+    check_ip,
+    load,
+    policy_default,
+    read_file,
+)
+from extproc.errors import ConfigError
+from policies import registry
+from policies.base import Request, Worker
+from policies.round_robin import RoundRobin
+
+registry.load_builtin()  # names are collected before any fixture runs
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Tunable:
+    """A policy with parameters."""
+
+    name: ClassVar[str]
+    needs_body: ClassVar[bool] = False
+
+    choices: int = 2
+    _state: int = 0
+
+    def __post_init__(self) -> None:
+        if self.choices < 2:
+            raise ValueError(f"choices must be >= 2, got {self.choices}")
+
+    def pick(
+        self, request: Request, workers: Sequence[Worker], *, now: float, rng: random.Random
+    ) -> Worker:
+        return workers[0]
+
+
+@pytest.fixture
+def tunable(monkeypatch):
+    """Register a policy that has the parameter ``choices``."""
+    monkeypatch.setattr(registry, "_registered", dict(registry.registered()))
+    registry.register("tunable")(Tunable)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content):
+        path = tmp_path / "config.yaml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host", "127.0.0.1"),
+        ("port", 30000),
+        ("worker_urls", ()),
+        ("max_payload_size", 536870912),
+        ("request_timeout_secs", 1800),
+        ("prometheus_host", "127.0.0.1"),
+        ("prometheus_port", 29000),
+        ("fail_closed", False),
+        ("log_level", "info"),
+        ("log_dir", ""),
+    ],
+)
+def test_defaults_are_those_of_vllm_router(name, value):
+    """Nothing given, nothing surprising; nobody but this machine can connect."""
+    assert getattr(load(None, {}), name) == value
+
+
+def test_every_option_has_a_meaning():
+    """Help and documentation are made of it: a sentence each."""
+    for name, schema in msgspec.json.schema(Config)["$defs"]["Config"]["properties"].items():
+        assert schema["description"].endswith("."), name
+
+
+@pytest.mark.parametrize("content", ["", "\n", "# nothing\n", "---\n", "{}"])
+def test_empty_file_is_the_defaults(write, content):
+    """A file in which everything is commented out is fine."""
+    assert load(write(content), {}) == Config()
+
+
+def test_file_is_read(write):
+    """Every kind of value: text, numbers, lists, switches."""
+    path = write(
+        "host: 0.0.0.0\nport: 8080\nworker_urls: [http://a:8000, 'http://[::1]:8000']\n"
+        "request_timeout_secs: 2.5\nfail_closed: true\npolicy: {name: random}\n"
+    )
+
+    config = load(path, {})
+
+    assert config == Config(
+        host="0.0.0.0",
+        port=8080,
+        worker_urls=("http://a:8000", "http://[::1]:8000"),
+        request_timeout_secs=2.5,
+        fail_closed=True,
+        policy=PolicyConfig(name="random"),
+    )
+    assert config.workers() == (
+        WorkerUrl(url="http://a:8000", host="a", port=8000),
+        WorkerUrl(url="http://[::1]:8000", host="::1", port=8000),
+    )
+
+
+def test_flag_wins_over_file(write):
+    """Each flag replaces its key as a whole; the other keys stay."""
+    path = write("port: 1\nhost: 0.0.0.0\nworker_urls: [http://a, http://b]\n")
+
+    config = load(path, {"port": 2, "worker_urls": ["http://c"]})
+
+    assert (config.port, config.host, config.worker_urls) == (2, "0.0.0.0", ("http://c",))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("prot: 1", "unknown field `prot`"),
+        ("worker-urls: []", "unknown field `worker-urls`"),
+        ("port: many", r"Expected `int`, got `str` - at `\$.port`"),
+        ("port: '8000'", r"Expected `int`, got `str` - at `\$.port`"),
+        ("port: 0", r"Expected `int` >= 1 - at `\$.port`"),
+        ("port: 65536", r"Expected `int` <= 65535 - at `\$.port`"),
+        ("port: 1.5", r"\$.port"),
+        ("port: null", r"\$.port"),
+        ("port: true", r"\$.port"),
+        ("prometheus_port: -1", r"\$.prometheus_port"),
+        ("worker_urls: http://a", r"Expected `array`, got `str` - at `\$.worker_urls`"),
+        ("worker_urls: [1]", r"\$.worker_urls\[0\]"),
+        ("max_payload_size: 0", r"\$.max_payload_size"),
+        ("max_payload_size: 4294967296", r"\$.max_payload_size"),
+        ("request_timeout_secs: 0", r"\$.request_timeout_secs"),
+        ("request_timeout_secs: -1", r"\$.request_timeout_secs"),
+        ("request_timeout_secs: .nan", r"request_timeout_secs"),
+        ("request_timeout_secs: .inf", r"request_timeout_secs"),
+        ("request_timeout_secs: 1.0e+300", r"request_timeout_secs"),
+        ("decision_timeout_secs: 0", r"\$.decision_timeout_secs"),
+        ("decision_timeout_secs: .inf", r"decision_timeout_secs"),
+        ("shutdown_grace_s: -0.1", r"\$.shutdown_grace_s"),
+        ("shutdown_grace_s: .inf", r"shutdown_grace_s"),
+        ("cache_threshold: 1.1", r"\$.cache_threshold"),
+        ("balance_abs_threshold: -1", r"\$.balance_abs_threshold"),
+        ("balance_rel_threshold: 0.9", r"\$.balance_rel_threshold"),
+        ("eviction_interval_secs: 0", r"\$.eviction_interval_secs"),
+        ("max_tree_size: 0", r"\$.max_tree_size"),
+        ("max_tree_chars: 0", r"\$.max_tree_chars"),
+        ("virtual_nodes: 0", r"\$.virtual_nodes"),
+        ("balance_factor: 0.9", r"\$.balance_factor"),
+        ("hash_fallback: none", r"\$.hash_fallback"),
+        ("session_headers: ['x y']", "session_headers: 'x y' is not a header name"),
+        ("session_headers: ['']", "session_headers: '' is not a header name"),
+        ("fail_closed: 1", r"Expected `bool`, got `int` - at `\$.fail_closed`"),
+        ("body_mode: partial", r"\$.body_mode"),
+        ("log_level: loud", r"\$.log_level"),
+        ("host: example.com", "host: expected an IP address .* got 'example.com'"),
+        ("host: ''", "host: expected an IP address"),
+        ("prometheus_host: example.com", "prometheus_host: expected an IP address"),
+        ("grpc_address: 9002", r"\$.grpc_address"),
+        ("grpc_address: nowhere", "grpc_address: expected unix:/path or ip:port, got 'nowhere'"),
+        ("admin_address: 'unix:x'", "admin_address: unix socket path must be absolute"),
+        ("worker_urls: [ftp://a]", "worker URL 'ftp://a': expected http://host:port"),
+        ("worker_urls: [http://a, http://a/]", "worker URL 'http://a' is given twice"),
+        ("worker_urls: [http://a, http://A:80]", "worker URL 'http://A:80' is given twice"),
+        ("policy: p2c", "policy 'p2c' is not registered; known: .*round_robin"),
+        ("policy: 7", r"\$.policy"),
+        ("policy: {}", r"\$.policy"),
+        ("policy: {name: random, choices: 3}", "unknown field `choices`"),
+        (
+            "policy: {name: random, params: {choices: 3}}",
+            "no parameter 'choices'.* parameters: none",
+        ),
+        ("policy: {name: random, params: {name: x}}", "no parameter 'name'"),
+        ("policy: {name: round_robin, params: {_last: 3}}", "no parameter '_last'"),
+        ("policy: {name: random, params: 3}", r"\$.policy.params"),
+        ("envoy_concurrency: -1", r"\$.envoy_concurrency"),
+        ("[]", "expected a mapping of options, got list"),
+        ("text", "expected a mapping of options, got str"),
+        ("1: 2", "expected a mapping of options"),
+        ("port: [1", "is not YAML"),
+        ("a: b: c", "is not YAML"),
+        ("host: !!python/object:os.system {}", "is not YAML"),
+        ("--- 1\n--- 2\n", "is not YAML"),
+        ("host: 2020-13-45", "is not YAML"),
+        (b"host: \xff", "is not YAML"),
+        (b"host: a\0b", "is not YAML"),
+    ],
+    ids=str,
+)
+def test_wrong_file_is_refused_in_one_sentence(write, content, message):
+    """The text says which key and what was expected; never a traceback."""
+    with pytest.raises(ConfigError, match=message):
+        load(write(content), {})
+
+
+def test_message_about_a_file_names_it(write):
+    """People have more than one."""
+    path = write("port: x")
+
+    with pytest.raises(ConfigError) as caught:
+        load(path, {})
+
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("flags", [{"port": 0}, {"host": "x"}, {"policy": "x"}, {"nonsense": 1}])
+def test_wrong_flag_is_refused(flags):
+    """Flags pass through the same checks as the file."""
+    with pytest.raises(ConfigError):
+        load(None, flags)
+
+
+@pytest.mark.parametrize("name", ["missing.yaml", "."])
+def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path, name):
+    """Missing, or a directory: the system's reason is in the text."""
+    with pytest.raises(ConfigError, match=r"cannot read .*: (No such file|Is a directory)"):
+        read_file(tmp_path / name)
+
+
+def test_configuration_is_frozen():
+    """A running service has one; a change is a new object."""
+    with pytest.raises(AttributeError):
+        Config().port = 1
+
+
+@pytest.mark.parametrize(
+    ("host", "ip"), [("localhost", "127.0.0.1"), ("::", "::"), ("1.2.3.4",) * 2]
+)
+def test_localhost_is_the_one_name_to_listen_on(host, ip):
+    """Envoy binds addresses, not names."""
+    check_ip("host", host)
+
+    assert bind_ip(host) == ip
+
+
+@pytest.mark.parametrize("choice", ["round_robin", PolicyConfig(name="round_robin")])
+def test_policy_is_built_from_its_name(choice):
+    """Alone, or as ``{name}``."""
+    assert build_policy(Config(policy=choice)) == RoundRobin()
+
+
+@pytest.mark.parametrize("name", sorted(registry.registered()))
+def test_every_policy_can_be_built_from_its_name_alone(name):
+    """Every parameter has a default."""
+    assert build_policy(Config(policy=name)).name == name
+
+
+@pytest.mark.parametrize("option", sorted(POLICY_OPTIONS - {"session_headers"}))
+def test_option_of_a_policy_has_the_default_of_its_class(option):
+    """It stands in the class and nowhere else; the option says only "not given"."""
+    value = {"hash_fallback": "body", "cache_threshold": 0.75}.get(option, 7)
+    with_parameter = [
+        cls for cls in registry.registered().values() if option in cls.__dataclass_fields__
+    ]
+    assert with_parameter
+
+    for cls in with_parameter:
+        default = cls.__dataclass_fields__[option].default
+        assert getattr(build_policy(Config(policy=cls.name)), option) == default
+        given = build_policy(Config(policy=cls.name, **{option: value}))
+        assert getattr(given, option) == value
+    assert getattr(Config(), option) is None
+    assert policy_default(option) == with_parameter[0].__dataclass_fields__[option].default
+
+
+def test_parameters_in_the_file_win_over_options():
+    """``params`` names the very policy; an option may be meant for another one."""
+    choice = PolicyConfig(name="cache_aware", params={"cache_threshold": 0.25})
+
+    policy = build_policy(Config(policy=choice, cache_threshold=0.75, max_tree_size=9))
+
+    assert (policy.cache_threshold, policy.max_tree_size) == (0.25, 9)
+
+
+def test_option_of_another_policy_is_ignored():
+    """So that one set of flags serves to compare policies."""
+    assert build_policy(Config(policy="round_robin", cache_threshold=0.75)) == RoundRobin()
+
+
+def test_session_headers_are_looked_up_in_lower_case():
+    """As Envoy sends them."""
+    policy = build_policy(Config(policy="consistent_hash", session_headers=("X-Conversation",)))
+
+    assert policy.session_headers == ("x-conversation",)
+
+
+def test_option_that_is_not_given_has_no_default_to_show():
+    """``balance_factor`` is off."""
+    assert policy_default("balance_factor") is None
+    assert policy_default("no_such_option") is None
+
+
+def test_each_policy_is_an_object_of_its_own():
+    """State is never shared between two routers."""
+    config = Config(policy="round_robin")
+
+    assert build_policy(config) is not build_policy(config)
+
+
+@pytest.mark.usefixtures("tunable")
+@pytest.mark.parametrize(("params", "choices"), [({}, 2), ({"choices": 5}, 5)])
+def test_policy_parameters_are_its_fields(params, choices):
+    """Missing ones have the default of the class."""
+    policy = build_policy(Config(policy=PolicyConfig(name="tunable", params=params)))
+
+    assert (policy.name, policy.choices) == ("tunable", choices)
+
+
+@pytest.mark.usefixtures("tunable")
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"choices": "many"}, r"policy 'tunable': Expected `int`, got `str` - at `\$.choices`"),
+        ({"choices": 1}, "policy 'tunable': choices must be >= 2, got 1"),
+        ({"choice": 3}, "policy 'tunable' has no parameter 'choice'; its parameters: choices"),
+        ({"_state": 3}, "policy 'tunable' has no parameter '_state'"),
+        ({"needs_body": True}, "policy 'tunable' has no parameter 'needs_body'"),
+    ],
+    ids=str,
+)
+def test_wrong_policy_parameter_is_named(params, message):
+    """Because msgspec would drop unknown keys of a dataclass without a word."""
+    with pytest.raises(ConfigError, match=message):
+        build_policy(Config(policy=PolicyConfig(name="tunable", params=params)))

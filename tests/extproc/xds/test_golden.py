@@ -1,0 +1,142 @@
+"""What Envoy is told, in full, for a few models.
+
+``pytest --update-golden`` writes the files anew and deletes those that belong to no case; read the
+difference before it is committed. A case is one ``golden/<case>.in.yaml``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import betterproto2
+import pytest
+import yaml
+
+from extproc.address import Address
+from extproc.envoy_binary import find_envoy
+from extproc.xds.bootstrap import build_bootstrap, to_yaml
+from extproc.xds.cluster import build_clusters
+from extproc.xds.endpoint import build_endpoints
+from extproc.xds.listener import build_listener
+from extproc.xds.route import build_routes
+from extproc.xds.snapshot import TYPES, build_snapshot
+from extproc.xds.standalone import build_standalone
+from tests.extproc.xds.models import CASES, GOLDEN, read_model
+
+ROOT = Path(__file__).parents[3]
+KINDS = ("clusters", "endpoints", "listeners", "routes")
+GRPC, ENVOY_ADMIN = Address("127.0.0.1", 9002), Address("127.0.0.1", 9901)
+
+pytestmark = pytest.mark.slow  # a listener takes its builders half a second
+
+
+def build(kind, model):
+    match kind:
+        case "clusters":
+            return build_clusters(model)
+        case "endpoints":
+            return [build_endpoints(pool) for pool in model.pools]
+        case "listeners":
+            return [build_listener(model)]
+        case "routes":
+            return [build_routes(model)]
+
+
+def text_of(messages):
+    plain = [message.to_dict(casing=betterproto2.Casing.SNAKE) for message in messages]
+    return yaml.safe_dump(plain, sort_keys=False, width=100)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_resources_are_as_in_the_golden_file(case, kind, update_golden):
+    """Every field, in words that a person can read."""
+    path = GOLDEN / f"{case}.{kind}.yaml"
+    text = text_of(build(kind, read_model(case)))
+    if update_golden:
+        path.write_text(text)
+
+    assert path.read_text() == text
+
+
+def test_no_golden_file_is_left_over(update_golden):
+    """A case that is gone takes its files with it."""
+    wanted = {f"{case}.{kind}.yaml" for case in CASES for kind in ("in", *KINDS)}
+    stale = [path for path in GOLDEN.iterdir() if path.name not in wanted]
+    if update_golden:
+        for path in stale:
+            path.unlink()
+        stale = []
+
+    assert stale == []
+    assert {"default", "fail_closed", "full_duplex", "ipv6", "no_workers"} <= set(CASES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_snapshot_holds_what_the_golden_files_show(case):
+    """The bytes that Envoy gets over xDS are those of the same builders."""
+    model = read_model(case)
+    snapshot = build_snapshot(model)
+
+    for type_url, kind in zip(TYPES, KINDS, strict=True):
+        built = {getattr(m, "name", "") or m.cluster_name: bytes(m) for m in build(kind, model)}
+        assert dict(snapshot.resources[type_url].by_name) == built
+
+
+def validate(path):
+    """Ask Envoy; return its status and words."""
+    done = subprocess.run(
+        [str(find_envoy()), "--mode", "validate", "--log-level", "warning", "-c", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.envoy
+@pytest.mark.parametrize("case", CASES)
+def test_envoy_accepts_the_standalone_configuration(case, tmp_path):
+    """Listener, routes, clusters and endpoints of every case, in one file."""
+    path = tmp_path / "envoy.yaml"
+    path.write_text(to_yaml(build_standalone(read_model(case), GRPC, ENVOY_ADMIN)))
+
+    assert validate(path) == (0, "")
+
+
+@pytest.mark.envoy
+@pytest.mark.parametrize("name", ["bootstrap.yaml", "standalone.yaml"])
+def test_envoy_accepts_the_shipped_file(name):
+    """As it lies in envoy/, without a word of warning."""
+    assert validate(ROOT / "envoy" / name) == (0, "")
+
+
+@pytest.mark.envoy
+@pytest.mark.parametrize(
+    ("grpc", "admin"),
+    [(GRPC, ENVOY_ADMIN), (Address(path="/run/x.sock"), Address(path="/run/y.sock"))],
+    ids=["tcp", "unix"],
+)
+def test_envoy_accepts_the_bootstrap_with_addresses_put_in(grpc, admin, tmp_path):
+    """Ports or Unix sockets."""
+    path = tmp_path / "envoy.yaml"
+    path.write_text(to_yaml(build_bootstrap(grpc, admin)))
+
+    assert validate(path) == (0, "")
+
+
+@pytest.mark.envoy
+def test_validation_would_find_a_mistake(tmp_path):
+    """A route to a cluster that is not there is refused, so the tests above can fail."""
+    config = build_standalone(read_model("default"), GRPC, ENVOY_ADMIN)
+    clusters = config["static_resources"]["clusters"]
+    config["static_resources"]["clusters"] = [c for c in clusters if c["name"] != "default"]
+    path = tmp_path / "envoy.yaml"
+    path.write_text(to_yaml(config))
+
+    status, words = validate(path)
+
+    assert status == 1
+    assert "default" in words
