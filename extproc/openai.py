@@ -13,10 +13,6 @@ import msgspec
 
 from policies.base import Content
 
-MAX_SAMPLED_CHARS = 4096
-"""Of image and audio data this much of each end is hashed, with the length: megabytes of base64 would
-otherwise cost milliseconds of every other request."""
-
 OPENING_CHARS = 256
 """How much of a plain prompt counts as its opening. Long enough to tell prompts apart, short enough to
 lie within the first turn of a conversation that is sent as one text."""
@@ -98,6 +94,10 @@ def _chat(fields: _Body) -> tuple[str, str, tuple[tuple[int, int], ...]] | None:
         messages, head = fields.messages, _flatten(fields.system)
     elif _is_messages(fields.input):
         messages, head = fields.input, _flatten(fields.instructions)
+    elif isinstance(fields.input, str) and fields.input:
+        # As the message that it becomes in the list of later turns.
+        messages = [{"role": "user", "content": fields.input}]
+        head = _flatten(fields.instructions)
     else:
         return None
     # Chat templates print the tools before everything else.
@@ -159,11 +159,7 @@ def _part(part: Any) -> str:
 def _fingerprint(value: Any) -> int:
     """Return a hash of nested media data: equal data, equal number."""
     if isinstance(value, str):
-        sample = value
-        if len(value) > 2 * MAX_SAMPLED_CHARS:
-            middle = len(value) // 2
-            sample = f"{value[:MAX_SAMPLED_CHARS]}{value[middle : middle + 64]}{value[-MAX_SAMPLED_CHARS:]}"
-        return zlib.crc32(sample.encode("utf-8", "surrogatepass"), len(value) & 0xFFFFFFFF)
+        return zlib.crc32(value.encode("utf-8", "surrogatepass"))
     if isinstance(value, dict):
         found = 0
         for key, item in value.items():

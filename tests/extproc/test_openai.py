@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.openai import MAX_SAMPLED_CHARS, OPENING_CHARS, parse_content
+from extproc.openai import OPENING_CHARS, parse_content
 from policies.base import Content
 
 
@@ -151,11 +151,11 @@ def audio(data):
     return {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
 
 
-BLOB = "".join(chr(65 + (n * n + n // 7) % 26) for n in range(5 * MAX_SAMPLED_CHARS))
+BLOB = "".join(chr(65 + (n * n + n // 7) % 26) for n in range(5 * 4096))
 
 
 @pytest.mark.parametrize("kind", [image, audio])
-@pytest.mark.parametrize("size", [3, MAX_SAMPLED_CHARS, len(BLOB)])
+@pytest.mark.parametrize("size", [3, len(BLOB)])
 def test_equal_media_are_equal_text_and_others_are_not(kind, size):
     """A short mark instead of megabytes; a change at either end, in the middle or of length shows."""
     data = BLOB[:size]
@@ -178,7 +178,6 @@ def test_media_of_another_length_are_other_media():
     assert len({chat(("user", [audio("A" * size)])).prompts for size in sizes}) == len(sizes)
 
 
-@pytest.mark.xfail(strict=True, reason="of a long image only both ends and the middle are sampled")
 def test_change_anywhere_in_an_image_shows():
     """A screenshot that is not compressed differs where the cursor is, not at its ends."""
     changed = BLOB[: len(BLOB) // 3] + "!!!!" + BLOB[len(BLOB) // 3 + 4 :]
@@ -233,6 +232,8 @@ def test_order_and_number_of_images_count():
 def test_prompts_of_any_kind(field, value, prompts, tokens):
     """Text, token ids, or a list of either."""
     content = parsed(**{field: value})
+    if field == "input" and isinstance(value, str) and value:
+        prompts = (f"\x1euser\x1f{value}",)  # as the message that later turns make of it
 
     assert content.prompts == prompts
     assert content.tokens is (tokens and bool(prompts))
@@ -278,8 +279,8 @@ def test_rerank_goes_by_the_query():
 
 def test_responses_with_text():
     """Instructions stand before it."""
-    assert one(input="hi", instructions="be brief") == "be brief\x1fhi"
-    assert one(input="hi") == "hi"
+    assert one(input="hi", instructions="be brief") == "be brief\x1euser\x1fhi"
+    assert one(input="hi") == "\x1euser\x1fhi"
     assert one(input=["a"], instructions="I") == "I\x1fa"
 
 
@@ -306,7 +307,6 @@ def test_responses_with_items():
     assert [prompt[a:b] for a, b in content.replies] == ["\x1eassistant\x1fyo"]
 
 
-@pytest.mark.xfail(strict=True, reason="a text is not flattened like the message it stands for")
 def test_responses_text_is_the_first_message_of_later_turns():
     """``input: "hi"`` and ``input: [{"role": "user", "content": "hi"}]`` are the same prompt."""
     text = parsed(input="hi", instructions="I")
@@ -524,6 +524,7 @@ def test_any_broken_json_is_read(text, field):
         check(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("open_and_close", [("[", "]"), ('{"a":', "}")], ids=["lists", "objects"])
 @pytest.mark.parametrize(
     "around",
