@@ -8,10 +8,10 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench proto docs golden build lock clean
+.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench bench-policies proto docs golden build lock clean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): requirements.lock pyproject.toml hatch_build.py $(wildcard protos/*.proto)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; name one with: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -54,6 +54,9 @@ check: lint types imports test ## What CI runs
 
 bench: $(STAMP) ## Envoy alone against Envoy with the service: rate, latency, CPU, memory
 	@$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-policies: $(STAMP) ## What a pick and the prefix tree cost
+	@$(BIN)/python -m tests.bench.policies $(ARGS)
 
 proto: $(STAMP) ## Generate protos/*_pb2.py again
 	@$(BIN)/python hatch_build.py

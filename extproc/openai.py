@@ -6,7 +6,9 @@ an unexpected shape counts as absent: the worker judges requests, not the router
 
 from __future__ import annotations
 
+import sys
 import zlib
+from array import array
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ lie within the first turn of a conversation that is sent as one text."""
 class _Body(msgspec.Struct):
     """The fields that are looked at.
 
-    Those of chat and plain completions, responses, messages, embeddings, rerank, score and generate.
+    Those of chat and plain completions, responses, messages, embeddings, rerank and generate.
     """
 
     model: Any = None
@@ -39,6 +41,8 @@ class _Body(msgspec.Struct):
     session_id: Any = None
     user_id: Any = None
 
+
+_UTF_32 = f"utf-32-{sys.byteorder[0]}e"
 
 _decoder = msgspec.json.Decoder(_Body)
 
@@ -193,7 +197,8 @@ def _plain(value: Any) -> tuple[tuple[str, ...], bool]:
 def _token_text(ids: Any) -> str:
     """Return token ids as text, one character per id: the tree then works on tokens."""
     try:
-        return "".join(map(chr, ids))
+        # Through UTF-32 without a byte order mark: several times faster than chr for each.
+        return array("I", ids).tobytes().decode(_UTF_32, "surrogatepass")
     except (TypeError, ValueError, OverflowError):
         return ""
 

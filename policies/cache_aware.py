@@ -223,6 +223,8 @@ class CacheAware:
 
     def _slots_of(self, workers: Sequence[Worker]) -> int:
         """Return the slots of *workers* as bits."""
+        if 2 * len(workers) < len(self._ordered):
+            return sum(1 << self._slots[worker.order] for worker in workers)
         found = (1 << len(self._tree.characters)) - 1
         for worker in absent(workers, self._ordered):
             found &= ~(1 << self._slots[worker.order])
@@ -239,7 +241,7 @@ class CacheAware:
         )
 
     def _smallest_tree(self, workers: Sequence[Worker], rng: random.Random) -> Worker:
-        if self._weighted:
+        if self._weighted or 2 * len(workers) < len(self._ordered):
             sizes = [self._tree.characters[self._slots[w.order]] / w.weight for w in workers]
             return _any_with(workers, sizes, min(sizes), rng)
         sizes = self._tree.characters  # by slot; vacant ones are infinite

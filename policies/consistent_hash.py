@@ -72,8 +72,10 @@ class ConsistentHash:
             return uniform(workers, rng)
         share = self._share(workers)
         fallback = None
+        few = 2 * len(workers) < self._ring.member_count()
+        orders = {worker.order for worker in workers} if few else None
         for worker in self._ring.walk(hash32(key)):
-            if contains(workers, worker):
+            if contains(workers, worker) if orders is None else worker.order in orders:
                 if share is None or worker.in_flight < math.ceil(share * worker.weight):
                     return worker
                 fallback = fallback or worker

@@ -38,6 +38,10 @@ class HashRing:
     def __len__(self) -> int:
         return len(self._points)
 
+    def member_count(self) -> int:
+        """Return the number of workers on the ring."""
+        return len(self._owners)
+
     def members(self) -> Sequence[Worker]:
         """Return the workers on the ring."""
         return list(self._owners.values())

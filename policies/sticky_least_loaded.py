@@ -41,6 +41,10 @@ class StickyLeastLoaded:
     ttl_s: float = 7200
     """Seconds without a request after which a session ends. The peer's default."""
 
+    max_sessions: int = 1_000_000
+    """Sessions remembered at most; beyond it the least recently used ends. A client that sends a fresh id
+    with each request must not fill the memory (some 250 bytes each)."""
+
     session_headers: tuple[str, ...] = ()
     """Headers to look at before the usual ones."""
 
@@ -54,6 +58,8 @@ class StickyLeastLoaded:
 
     def __post_init__(self) -> None:
         self.session_headers = lower_case(self.session_headers)
+        if self.max_sessions < 1:
+            raise ValueError(f"max_sessions must be >= 1, got {self.max_sessions}")
         if self.ttl_s <= 0:
             raise ValueError(f"ttl_s must be > 0, got {self.ttl_s}")
 
@@ -98,6 +104,8 @@ class StickyLeastLoaded:
             return
         if session is not None:
             self.finish_session(key)
+        if len(self._sessions) >= self.max_sessions:
+            self.finish_session(next(iter(self._sessions)))
         self._sessions[key] = _Session(worker, now)
         self._counts[worker.order] = self._counts.get(worker.order, 0) + 1
 

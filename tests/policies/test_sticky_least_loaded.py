@@ -202,3 +202,16 @@ def test_ttl_must_be_positive():
     """Refused, with the value."""
     with pytest.raises(ValueError, match="ttl_s must be > 0, got 0"):
         StickyLeastLoaded(ttl_s=0)
+
+
+def test_sessions_are_bounded():
+    """Beyond the bound the least recently used session ends."""
+    pool = Fleet(StickyLeastLoaded(max_sessions=2), fleet(2))
+    for session in ("a", "b", "a", "c"):
+        pool.send(named(session))
+
+    assert [pool.policy.finish_session(session) for session in ("a", "b", "c")] == [
+        True,
+        False,
+        True,
+    ]
