@@ -70,16 +70,25 @@ class ConsistentHash:
         key = session_key(request, self.session_headers, self.hash_fallback)
         if not key or len(workers) == 1:
             return uniform(workers, rng)
+        position = hash32(key)
+        owner = self._ring.owner(position)
         share = self._share(workers)
-        fallback = None
-        few = 2 * len(workers) < self._ring.member_count()
-        orders = {worker.order for worker in workers} if few else None
-        for worker in self._ring.walk(hash32(key)):
-            if contains(workers, worker) if orders is None else worker.order in orders:
-                if share is None or worker.in_flight < math.ceil(share * worker.weight):
+        if owner is not None and contains(workers, owner) and _has_room(owner, share):
+            return owner
+        return self._next_after(position, workers, share) or uniform(workers, rng)
+
+    def _next_after(
+        self, position: int, workers: Sequence[Worker], share: float | None
+    ) -> Worker | None:
+        """Return the first of *workers* clockwise that has room, or else the first of them."""
+        orders = {worker.order for worker in workers}
+        nearest = None
+        for worker in self._ring.walk(position):
+            if worker.order in orders:
+                if _has_room(worker, share):
                     return worker
-                fallback = fallback or worker
-        return fallback or uniform(workers, rng)
+                nearest = nearest or worker
+        return nearest
 
     def on_workers(self, workers: Sequence[Worker]) -> None:
         """Put new members on the ring and take those that are gone off it."""
@@ -92,3 +101,7 @@ class ConsistentHash:
         in_flight = sum(worker.in_flight for worker in workers)
         weight = sum(worker.weight for worker in workers)
         return self.balance_factor * (in_flight + 1) / weight
+
+
+def _has_room(worker: Worker, share: float | None) -> bool:
+    return share is None or worker.in_flight < math.ceil(share * worker.weight)

@@ -38,10 +38,6 @@ class HashRing:
     def __len__(self) -> int:
         return len(self._points)
 
-    def member_count(self) -> int:
-        """Return the number of workers on the ring."""
-        return len(self._owners)
-
     def members(self) -> Sequence[Worker]:
         """Return the workers on the ring."""
         return list(self._owners.values())
@@ -60,6 +56,14 @@ class HashRing:
             fresh.sort()
             # Two sorted runs: the sort merges them in linear time.
             self._points = sorted(self._points + fresh)
+
+    def owner(self, position: int) -> Worker | None:
+        """Return the first owner clockwise from *position*; None when the ring is empty."""
+        points = self._points
+        if not points:
+            return None
+        at = bisect_left(points, position << 2 * _OWNER_BITS)
+        return self._owners[points[at if at < len(points) else 0] & _OWNER_MASK]
 
     def walk(self, position: int) -> Iterator[Worker]:
         """Yield the owners clockwise from *position*, once round; one may come several times."""
