@@ -23,6 +23,7 @@ def build_admin_app(readiness: Readiness, policy: Policy) -> web.Application:
     app.router.add_get("/readiness", _readiness)
     app.router.add_get("/health", _health)
     app.router.add_post("/finish_session", _finish_session)
+    app.on_response_prepare.append(_without_server)
     return app
 
 
@@ -32,6 +33,11 @@ def build_metrics_app(registry: CollectorRegistry) -> web.Application:
     app[REGISTRY] = registry
     app.router.add_get("/metrics", _metrics)
     return app
+
+
+async def _without_server(_request: web.Request, response: web.StreamResponse) -> None:
+    """Tell clients nothing of the software behind Envoy."""
+    response.headers.pop("Server", None)
 
 
 async def _liveness(_request: web.Request) -> web.Response:
@@ -59,8 +65,10 @@ async def _finish_session(request: web.Request) -> web.Response:
         )
         return web.Response(status=400, text=body, content_type="application/json")
     policy = request.app[POLICY]
-    known = isinstance(policy, SessionKeeper) and policy.finish_session(session)
-    return web.json_response({"status": "ok", "session_id": session, "known": known})
+    if isinstance(policy, SessionKeeper):
+        policy.finish_session(session)
+    # Not whether it was known: clients must not learn who else is here.
+    return web.json_response({"status": "ok", "session_id": session})
 
 
 async def _metrics(request: web.Request) -> web.Response:

@@ -1,8 +1,8 @@
 """Configuration: one frozen object, made once from a file and flags.
 
 Every field is a flag (``worker_urls`` is ``--worker-urls``) and a key of the YAML file; its default
-stands here and nowhere else. Names and defaults are those of vLLM Router where it has the flag. The
-table in ``docs/configuration.md`` is generated from this class.
+stands here and nowhere else. Names are those of vLLM Router where it has the flag; where a default or
+a meaning differs, ``docs/policies.md`` says so. The table in ``docs/configuration.md`` is generated from this class.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from msgspec import Meta
 
 from extproc.address import Address, WorkerUrl, is_ip
 from extproc.errors import ConfigError
+from extproc.xds.model import CREDENTIAL_HEADERS
 from policies import registry
 from policies.base import Policy
 
@@ -118,6 +119,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=1, le=2**32 - 1, description="Largest request body in bytes; a larger one gets 413."
         ),
     ] = 536870912
+    max_routed_body: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=2**32 - 1,
+            description="Largest body in bytes that a policy reads; a larger one is routed by its"
+            " headers and by load. Reading takes the time of all other requests.",
+        ),
+    ] = 8388608
     request_timeout_secs: Annotated[
         Seconds,
         Meta(
@@ -207,6 +217,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in self.session_headers:
             if not HEADER_NAME.fullmatch(name.lower()):
                 raise ValueError(f"session_headers: {name!r} is not a header name")
+            if name.lower() in CREDENTIAL_HEADERS:
+                raise ValueError(f"session_headers: {name!r} holds credentials and stays in Envoy")
 
     def workers(self) -> tuple[WorkerUrl, ...]:
         """Return the parsed ``worker_urls``."""
@@ -226,7 +238,7 @@ def bind_ip(host: str) -> str:
 
 def check_ip(name: str, host: str) -> None:
     """Refuse what Envoy cannot bind: it listens on addresses, not on names."""
-    if not is_ip(bind_ip(host)):
+    if not is_ip(bind_ip(host)) or "%" in host:
         raise ValueError(f"{name}: expected an IP address such as 0.0.0.0 or ::, got {host!r}")
 
 

@@ -93,7 +93,17 @@ async def _run(config: Config, count: int, *, serve: bool) -> int:
 
 async def _start_worker(number: int, port: int) -> Child:
     name = f"worker-{number}"
-    command = [sys.executable, "-m", "extproc", "sim-worker", "--port", str(port), "--name", name]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "extproc",
+        "sim-worker",
+        "--port",
+        str(port),
+        "--name",
+        name,
+    ]
     return await Child.start(name, [*command, "--model", MODEL], quiet=True)
 
 

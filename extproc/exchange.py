@@ -60,6 +60,8 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 REQUEST_ID_HEADER = "x-request-id"
 
+DEFAULT_MAX_ROUTED_BYTES = 8 * 2**20
+
 MAX_ECHO_BYTES = 62_000
 """Envoy refuses streamed body answers from 64 KiB on; the peers use this figure too."""
 
@@ -96,6 +98,7 @@ class Exchange:
         "_ids",
         "_lease",
         "_max_body_bytes",
+        "_max_routed_bytes",
         "_mode",
         "_received_bytes",
         "_response_mode",
@@ -105,13 +108,25 @@ class Exchange:
         "decision",
     )
 
-    def __init__(self, router: Router, *, ids: random.Random, max_body_bytes: int) -> None:
-        """*ids*: source of request ids. *max_body_bytes*: most that is held of a streamed body."""
+    def __init__(
+        self,
+        router: Router,
+        *,
+        ids: random.Random,
+        max_body_bytes: int,
+        max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
+    ) -> None:
+        """Begin.
+
+        *ids*: source of request ids. *max_body_bytes*: most that is held of a streamed body.
+        *max_routed_bytes*: largest body that the policy is shown.
+        """
         self.decision: Decision | None = None
         """What was decided; None until then."""
         self._router = router
         self._ids = ids
         self._max_body_bytes = max_body_bytes
+        self._max_routed_bytes = max_routed_bytes
         self._state = _State.START
         self._mode: ProcessingMode.BodySendMode | None = None
         self._response_mode = ProcessingMode.NONE
@@ -183,10 +198,16 @@ class Exchange:
         self._headers = headers
         self._take_subset(message)
         last = message.request_headers.end_of_stream
-        if not last and self._collects and self._router.wants_body(headers):
+        wanted = not last and self._collects and self._is_small(headers)
+        if wanted and self._router.wants_body(headers):
             self._state = _State.BODY
             return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
         return self._decide(b"" if last else None, now, body_follows=not last)
+
+    def _is_small(self, headers: Mapping[str, str]) -> bool:
+        """Tell whether the body may be read, as far as its length is announced."""
+        length = headers.get("content-length", "")
+        return not length.isdecimal() or int(length) <= self._max_routed_bytes
 
     def _on_request_body(self, message: ProcessingRequest, now: float) -> list[bytes]:
         body = message.request_body
@@ -249,7 +270,7 @@ class Exchange:
             path=headers.get(":path", ""),
             headers=headers,
             body=body,
-            content=parse_content(body) if body else None,
+            content=parse_content(body) if body and len(body) <= self._max_routed_bytes else None,
         )
         decision = self._router.decide(request, now, subset=self._subset)
         if isinstance(decision, Refused):

@@ -25,7 +25,7 @@ import msgspec
 import structlog
 import yaml
 
-from extproc.address import Address, join_host_port
+from extproc.address import MAX_UNIX_PATH_BYTES, Address, join_host_port
 from extproc.child import Child
 from extproc.config import Config, bind_ip
 from extproc.envoy_admin import EnvoyAdmin
@@ -62,14 +62,7 @@ class Launcher:
 
     def __init__(self, config: Config) -> None:
         self._binary = find_envoy(config.envoy_path)
-        self._directory = Path(tempfile.mkdtemp(prefix="vllm-extproc-"))
-        self._config = msgspec.structs.replace(
-            config,
-            grpc_address=f"unix:{self._directory / 'extproc.sock'}",
-            admin_address=f"unix:{self._directory / 'admin.sock'}",
-        )
-        self._envoy_admin_path = str(self._directory / "envoy-admin.sock")
-        self._admin = EnvoyAdmin(self._envoy_admin_path)
+        self._config = config
         self._stopping = False
 
     @property
@@ -79,12 +72,15 @@ class Launcher:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until *stop* is set. ``ConfigError`` when the router cannot start."""
+        self._check_ports()
+        directory = tempfile.mkdtemp(prefix="vllm-extproc-")
         try:
-            self._check_ports()
-            self._write_files()
+            self._write_files(Path(directory))
             await self._supervise(stop, on_ready)
+        except OSError as error:
+            raise StartError(f"a program cannot be started: {error}") from error
         finally:
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
 
     async def _supervise(self, stop: asyncio.Event, on_ready: Callable[[], None] | None) -> None:
         children: dict[str, Child] = {}
@@ -107,7 +103,7 @@ class Launcher:
                     ]
                     await stopped
                     self._stopping = True
-                    await self._drain(stop)
+                    await self._drain(stop, children["envoy"])
                     for keeper in keepers:
                         keeper.cancel()
         finally:
@@ -133,21 +129,35 @@ class Launcher:
             failures += 1
             log.error("child ended; starting it again", child=name, status=status, delay_s=delay_s)
             await asyncio.sleep(delay_s)
-            children[name] = await start()
+            try:
+                children[name] = await start()
+            except OSError as error:  # out of memory or processes: it may pass
+                log.error("child cannot be started", child=name, reason=str(error))
+                continue
             log.info("child started", child=name, pid=children[name].pid)
 
-    async def _drain(self, stop: asyncio.Event) -> None:
+    async def _drain(self, stop: asyncio.Event, envoy: Child) -> None:
         """Let requests under way finish, within the grace time or until asked to hurry."""
         stop.clear()  # set again by a second signal
-        await self._admin.fail_health_check()
-        await self._admin.close_listeners()
         deadline = time.monotonic() + self._config.shutdown_grace_s
-        active = await self._admin.active_requests()
-        log.info("router stopping", active_requests=active, grace_s=self._config.shutdown_grace_s)
-        while active and time.monotonic() < deadline and not stop.is_set():
-            await asyncio.sleep(POLL_S)
+        log.info("router stopping", grace_s=self._config.shutdown_grace_s)
+
+        def in_time() -> bool:
+            return envoy.running and time.monotonic() < deadline and not stop.is_set()
+
+        # An Envoy that is busy may not answer at once; what it does not answer is not known, not zero.
+        closed = False
+        active: int | None = None
+        while active != 0 or not closed:
+            if not closed:
+                closed = (
+                    await self._admin.fail_health_check() and await self._admin.close_listeners()
+                )
             active = await self._admin.active_requests()
-        if active:
+            if (active == 0 and closed) or not in_time():
+                break
+            await asyncio.sleep(POLL_S)
+        if active != 0 and envoy.running:
             log.warning("requests cut at the end of the grace time", active_requests=active)
 
     async def _until(
@@ -179,7 +189,7 @@ class Launcher:
         # The configuration travels in a file that only this user can read: a process list shows flags.
         path = str(self._directory / "config.yaml")
         return await Child.start(
-            "service", [sys.executable, "-m", "extproc", "serve", "--config", path]
+            "service", [sys.executable, "-P", "-m", "extproc", "serve", "--config", path]
         )
 
     async def _start_envoy(self) -> Child:
@@ -203,11 +213,22 @@ class Launcher:
             command += ["--log-path", f"{config.log_dir}/envoy.log"]
         return await Child.start("envoy", command, quiet=True)
 
-    def _write_files(self) -> None:
-        config = yaml.safe_dump(msgspec.to_builtins(self._config))
-        bootstrap = build_bootstrap(
-            Address.parse(self._config.grpc_address), Address(path=self._envoy_admin_path)
+    def _write_files(self, directory: Path) -> None:
+        """Put the sockets' places and both configurations into *directory*, which only we can read."""
+        self._directory = directory
+        admin = str(directory / "envoy-admin.sock")
+        if len(admin.encode()) > MAX_UNIX_PATH_BYTES:
+            raise ConfigError(
+                f"{directory} is too long a path for sockets; set TMPDIR to a shorter one"
+            )
+        self._admin = EnvoyAdmin(admin)
+        self._config = msgspec.structs.replace(
+            self._config,
+            grpc_address=f"unix:{directory / 'extproc.sock'}",
+            admin_address=f"unix:{directory / 'admin.sock'}",
         )
+        config = yaml.safe_dump(msgspec.to_builtins(self._config))
+        bootstrap = build_bootstrap(Address.parse(self._config.grpc_address), Address(path=admin))
         for name, text in (("config.yaml", config), ("envoy.yaml", to_yaml(bootstrap))):
             path = self._directory / name
             path.touch(mode=0o600)
@@ -232,9 +253,11 @@ def run(config: Config) -> int:
             loop.add_signal_handler(signum, stop.set)
         await Launcher(config).run(stop)
 
+    status = 0
     try:
         asyncio.run(main())
-    except ConfigError as error:
-        log.error("router cannot start", reason=str(error))
-        return 1
-    return 0
+    except* ConfigError as group:
+        for error in group.exceptions:
+            log.error("router cannot start", reason=str(error))
+        status = 1
+    return status

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -17,8 +18,10 @@ from extproc.address import Address
 from extproc.admin import build_admin_app, build_metrics_app
 from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import static
+from extproc.discovery.last_known import LastKnown
 from extproc.discovery.updates import Add, Remove, Reset, Update
 from extproc.errors import ConfigError
+from extproc.grpc_health import HealthService
 from extproc.grpc_server import GrpcServer
 from extproc.limits import raise_open_files
 from extproc.metrics import Metrics
@@ -64,7 +67,11 @@ class Service:
         self.metrics = Metrics(policy.name, [self.pool])
         router = Router(self.pool, policy, random.Random())
         self._extproc = ExtProcService(
-            router, self.metrics, ids=random.Random(), max_body_bytes=config.max_payload_size
+            router,
+            self.metrics,
+            ids=random.Random(),
+            max_body_bytes=config.max_payload_size,
+            max_routed_bytes=config.max_routed_body,
         )
         self._access_log = AccessLogService(self.metrics, self.pool.url_of)
         self._ads = AdsService(build_snapshot(self._model()), self.metrics)
@@ -75,7 +82,10 @@ class Service:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
         config = self._config
         server = GrpcServer(
-            self._extproc.methods() | self._ads.methods() | self._access_log.methods(),
+            self._extproc.methods()
+            | self._ads.methods()
+            | self._access_log.methods()
+            | HealthService(lambda: self.readiness.state().ready).methods(),
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
@@ -120,10 +130,17 @@ class Service:
         await server.stop()
 
     async def _follow_discovery(self) -> None:
-        async for update in static.watch(self._config.workers(), report=_report_unresolved):
+        last_known = LastKnown(Address.parse(self._config.grpc_address))
+        async for update in static.watch(
+            self._config.workers(), report=_report_unresolved, last_known=last_known.load()
+        ):
             if self.pool.apply(update):
                 _log_update(update)
                 self._ads.publish(build_snapshot(self._model()))
+                try:
+                    last_known.save(self.pool.candidates)
+                except OSError as error:
+                    log.warning("workers cannot be remembered", reason=str(error))
             self._discovered.set()
 
     def _model(self) -> EnvoyModel:
@@ -187,8 +204,18 @@ async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
 
 def _remove_stale_socket(address: Address) -> None:
     """Make binding possible after a service that was killed left its socket behind."""
-    if address.path:
-        Path(address.path).unlink(missing_ok=True)
+    path = Path(address.path)
+    if not address.path or not path.exists():
+        return
+    if not path.is_socket():
+        raise ConfigError(f"cannot listen on {address}: there is something else at that path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.path)
+        except OSError:
+            path.unlink()
+            return
+    raise ConfigError(f"cannot listen on {address}: another program listens there")
 
 
 def _only_for_this_user(address: Address) -> None:

@@ -15,6 +15,12 @@ import msgspec
 
 from policies.base import Content
 
+MAX_PROMPTS = 16
+"""Prompts of a batch that are looked at: every one costs a match per endpoint and an insert."""
+
+MAX_PROMPT_CHARS = 2**20
+"""How much of each prompt is looked at. What follows a beginning that long cannot change the pick."""
+
 OPENING_CHARS = 256
 """How much of a plain prompt counts as its opening. Long enough to tell prompts apart, short enough to
 lie within the first turn of a conversation that is sent as one text."""
@@ -110,6 +116,8 @@ def _chat(fields: _Body) -> tuple[str, str, tuple[tuple[int, int], ...]] | None:
     length, opening_length = len(text), 0
     replies: list[tuple[int, int]] = []
     for message in messages:
+        if length >= MAX_PROMPT_CHARS:
+            break
         part = _message(message)
         parts.append(part)
         role = message.get("role") if isinstance(message, dict) else None
@@ -118,7 +126,7 @@ def _chat(fields: _Body) -> tuple[str, str, tuple[tuple[int, int], ...]] | None:
         length += len(part)
         if role == "user" and not opening_length:
             opening_length = length
-    text = "".join(parts)
+    text = "".join(parts)[:MAX_PROMPT_CHARS]
     return text, text[: opening_length or OPENING_CHARS], tuple(replies)
 
 
@@ -145,7 +153,12 @@ def _flatten(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, list):
-        return "".join([_part(part) for part in value])
+        text = ""
+        for part in value:
+            text += _part(part)
+            if len(text) >= MAX_PROMPT_CHARS:
+                break
+        return text
     return msgspec.json.encode(value).decode()
 
 
@@ -161,44 +174,31 @@ def _part(part: Any) -> str:
 
 
 def _fingerprint(value: Any) -> int:
-    """Return a hash of nested media data: equal data, equal number."""
-    if isinstance(value, str):
-        return zlib.crc32(value.encode("utf-8", "surrogatepass"))
-    if isinstance(value, dict):
-        found = 0
-        for key, item in value.items():
-            found = zlib.crc32(
-                f"{key}:{_fingerprint(item)}".encode("utf-8", "surrogatepass"), found
-            )
-        return found
-    if isinstance(value, list):
-        found = len(value)
-        for item in value:
-            found = zlib.crc32(str(_fingerprint(item)).encode(), found)
-        return found
-    return zlib.crc32(repr(value).encode())
+    """Return a hash of media data: equal data, equal number."""
+    return zlib.crc32(msgspec.json.encode(value))
 
 
 def _plain(value: Any) -> tuple[tuple[str, ...], bool]:
     """Return the prompts of ``prompt`` or ``input``: text, token ids, or a list of either."""
     if isinstance(value, str):
-        return ((value,), False) if value else ((), False)
+        return ((value[:MAX_PROMPT_CHARS],), False) if value else ((), False)
     if not isinstance(value, list) or not value:
         return (), False
     if isinstance(value[0], int):
         text = _token_text(value)
         return ((text,), True) if text else ((), False)
     if isinstance(value[0], list):
-        found = tuple(text for text in map(_token_text, value) if text)
+        found = tuple(text for text in map(_token_text, value[:MAX_PROMPTS]) if text)
         return found, True
-    return tuple(item for item in value if isinstance(item, str) and item), False
+    texts = (item for item in value[:MAX_PROMPTS] if isinstance(item, str) and item)
+    return tuple(text[:MAX_PROMPT_CHARS] for text in texts), False
 
 
 def _token_text(ids: Any) -> str:
     """Return token ids as text, one character per id: the tree then works on tokens."""
     try:
         # Through UTF-32 without a byte order mark: several times faster than chr for each.
-        return array("I", ids).tobytes().decode(_UTF_32, "surrogatepass")
+        return array("I", ids[:MAX_PROMPT_CHARS]).tobytes().decode(_UTF_32, "surrogatepass")
     except (TypeError, ValueError, OverflowError):
         return ""
 

@@ -28,7 +28,7 @@ class ReadinessState:
 
 
 class Readiness:
-    """Ready: not stopping, at least one worker, and each Envoy has accepted a configuration."""
+    """Ready: not stopping, at least one worker, and an Envoy has accepted a configuration."""
 
     def __init__(self, pool: Pool, serving: Callable[[], bool]) -> None:
         self._pool = pool

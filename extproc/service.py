@@ -9,7 +9,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from extproc.errors import ProtocolError
-from extproc.exchange import Exchange
+from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, Exchange
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
@@ -25,12 +25,19 @@ class ExtProcService:
     """Serves ``ExternalProcessor.Process``."""
 
     def __init__(
-        self, router: Router, metrics: Metrics, *, ids: random.Random, max_body_bytes: int
+        self,
+        router: Router,
+        metrics: Metrics,
+        *,
+        ids: random.Random,
+        max_body_bytes: int,
+        max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
     ) -> None:
         self.metrics = metrics
         self._router = router
         self._ids = ids
         self._max_body_bytes = max_body_bytes
+        self._max_routed_bytes = max_routed_bytes
 
     def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
@@ -38,7 +45,12 @@ class ExtProcService:
 
     def open(self, call: Call) -> _Process:
         """Return the handler of one call: one HTTP request and its response."""
-        exchange = Exchange(self._router, ids=self._ids, max_body_bytes=self._max_body_bytes)
+        exchange = Exchange(
+            self._router,
+            ids=self._ids,
+            max_body_bytes=self._max_body_bytes,
+            max_routed_bytes=self._max_routed_bytes,
+        )
         return _Process(call, exchange, self.metrics)
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from policies.base import Content, Request, Worker
 from policies.hashing import hash64
-from policies.prefix_tree import VACANT, PrefixTree
+from policies.prefix_tree import VACANT, Match, PrefixTree
 from policies.registry import register
 from policies.selection import absent, least_loaded, uniform
 
@@ -86,6 +86,11 @@ class CacheAware:
     """The members, sorted by ``order``."""
 
     _weighted: bool = dataclasses.field(default=False, init=False, repr=False)
+    _last_match: tuple[Content, Match] | None = dataclasses.field(
+        default=None, init=False, repr=False
+    )
+    """The request asked about last and its match; the tree does not change between two events."""
+
     _last_check: float = dataclasses.field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +145,7 @@ class CacheAware:
         """Give new members a slot; forget at once all about those that are gone."""
         self._weighted = len({worker.weight for worker in workers}) > 1
         self._ordered = tuple(workers)
+        self._last_match = None
         members = {worker.order: worker for worker in workers}
         for order in self._slots.keys() - members.keys():
             slot = self._slots.pop(order)
@@ -153,6 +159,7 @@ class CacheAware:
 
     def on_sent(self, worker: Worker, request: Request, now: float) -> None:
         """Note the prompt for *worker*, and keep the tree within its bounds."""
+        self._last_match = None
         slot = self._slots.get(worker.order)
         if slot is None or request.content is None:
             return
@@ -168,10 +175,6 @@ class CacheAware:
     def on_done(self, worker: Worker, now: float) -> None:
         """Nothing to learn from the end of a request: the prefix stays cached."""
 
-    def flush(self) -> None:
-        """Forget every prompt (the workers' caches have been reset)."""
-        self._tree.clear()
-
     def _best_match(
         self, content: Content, workers: Sequence[Worker], rng: random.Random
     ) -> Worker | None:
@@ -180,7 +183,7 @@ class CacheAware:
         slots = self._slots_of(workers)
         if len(content.prompts) == 1:
             prompt = content.prompts[0]
-            match = self._tree.match(space, prompt)
+            match = self._match(content, space, prompt)
             matched, owners = match.longest(slots)
             for start, end in content.replies:
                 if 0 < start <= matched < end:
@@ -195,6 +198,12 @@ class CacheAware:
             shared_texts = self._shared_texts(space, len(workers))
             owners = self._best_of_batch(space, content.prompts, slots, shared_texts)
         return self._lowest_load(owners, rng)
+
+    def _match(self, content: Content, space: str, prompt: str) -> Match:
+        """Match once per request: the router asks again for each fallback."""
+        if self._last_match is None or self._last_match[0] is not content:
+            self._last_match = (content, self._tree.match(space, prompt))
+        return self._last_match[1]
 
     def _shared_texts(self, space: str, workers: int) -> float:
         """Return how many texts must begin alike for the beginning to belong to nobody."""

@@ -52,9 +52,3 @@ def least_loaded(workers: Sequence[Worker], rng: random.Random) -> Worker:
     if loads.count(lowest) == 1:
         return workers[loads.index(lowest)]
     return uniform([w for w, load in zip(workers, loads, strict=True) if load == lowest], rng)
-
-
-def equally_weighted(workers: Sequence[Worker]) -> bool:
-    """Tell whether no worker should get more than another."""
-    first = workers[0].weight
-    return all(worker.weight == first for worker in workers)

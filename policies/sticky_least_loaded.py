@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from policies.base import Request, Worker
+from policies.hashing import hash64
 from policies.registry import register
 from policies.selection import contains, uniform
 from policies.session import header_session, lower_case, named_session
+
+MAX_KEY_CHARS = 64
 
 
 @dataclasses.dataclass(slots=True)
@@ -70,7 +73,7 @@ class StickyLeastLoaded:
     def pick(
         self, request: Request, workers: Sequence[Worker], *, now: float, rng: random.Random
     ) -> Worker:
-        session = self._sessions.get(named_session(request, self.session_headers))
+        session = self._sessions.get(_key(named_session(request, self.session_headers)))
         if (
             session is not None
             and now - session.last_used < self.ttl_s
@@ -89,12 +92,12 @@ class StickyLeastLoaded:
         if gone:
             ended = [key for key, s in self._sessions.items() if s.worker.order in gone]
             for key in ended:
-                self.finish_session(key)
+                self._end(key)
 
     def on_sent(self, worker: Worker, request: Request, now: float) -> None:
         """Remember the session, and end those that have been idle for too long."""
         self._expire(now)
-        key = named_session(request, self.session_headers)
+        key = _key(named_session(request, self.session_headers))
         if not key:
             return
         session = self._sessions.get(key)
@@ -103,9 +106,9 @@ class StickyLeastLoaded:
             self._sessions.move_to_end(key)
             return
         if session is not None:
-            self.finish_session(key)
+            self._end(key)
         if len(self._sessions) >= self.max_sessions:
-            self.finish_session(next(iter(self._sessions)))
+            self._end(next(iter(self._sessions)))
         self._sessions[key] = _Session(worker, now)
         self._counts[worker.order] = self._counts.get(worker.order, 0) + 1
 
@@ -114,7 +117,10 @@ class StickyLeastLoaded:
 
     def finish_session(self, session: str) -> bool:
         """Forget *session*; tell whether it was known."""
-        ended = self._sessions.pop(session, None)
+        return self._end(_key(session))
+
+    def _end(self, key: str) -> bool:
+        ended = self._sessions.pop(key, None)
         if ended is None:
             return False
         order = ended.worker.order
@@ -139,4 +145,9 @@ class StickyLeastLoaded:
             key, session = next(iter(self._sessions.items()))
             if now - session.last_used < self.ttl_s:
                 return
-            self.finish_session(key)
+            self._end(key)
+
+
+def _key(session: str) -> str:
+    """Return what stands for *session* in memory: a client may send megabytes."""
+    return session if len(session) <= MAX_KEY_CHARS else f"{hash64(session):016x}"

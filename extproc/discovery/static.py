@@ -1,9 +1,9 @@
 """Workers named on the command line or in the configuration file.
 
 Host names are resolved, and resolved again for as long as the program runs: a name that cannot be
-resolved yet delays nobody for longer than the first look-up, and one that moves to another address is
-followed. The first update waits for that look-up, since a service that is started again must not
-tell Envoy of fewer workers than it has.
+resolved yet delays the others for one look-up at most, and one that moves to another address is
+followed. A service that is started again while the resolver is away must not tell Envoy of fewer workers
+than it has: names that cannot be resolved start at the address where they were last.
 
 A name with several addresses is one worker, at its first IPv4 address or else its first IPv6 address:
 ``localhost`` often resolves to both, and servers of this field listen on IPv4 unless told otherwise.
@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from extproc.address import WorkerUrl, is_ip, join_host_port
-from extproc.discovery.updates import Add, Reset, Update, WorkerSpec
+from extproc.discovery.updates import Reset, Update, WorkerSpec
 
 FIRST_TIMEOUT_S = 2.0
 TIMEOUT_S = 5.0
@@ -39,32 +39,37 @@ async def resolve(host: str) -> str:
 
 
 async def watch(
-    urls: Sequence[WorkerUrl], *, report: Report, resolver: Resolver = resolve
+    urls: Sequence[WorkerUrl],
+    *,
+    report: Report,
+    resolver: Resolver = resolve,
+    last_known: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Update]:
-    """Yield one ``Reset`` with all that is known, then ``Add`` as names resolve or move."""
-    endpoints: dict[str, str] = {}
+    """Yield a ``Reset`` with all that is known, and another whenever names resolve or move.
+
+    *last_known*: endpoints by URL from an earlier run, for names that cannot be resolved now.
+    """
     names = sorted({worker.host for worker in urls if not is_ip(worker.host)})
+    known = last_known or {}
+    endpoints = {worker.url: known[worker.url] for worker in urls if worker.url in known}
+    told: Reset | None = None
     timeout_s = FIRST_TIMEOUT_S
-    first = True
     while True:
         answers = await asyncio.gather(*(_ask(resolver, name, timeout_s) for name in names))
         found: dict[str, str | OSError] = dict(zip(names, answers, strict=True))
-        moved = []
         for worker in urls:
             answer = found.get(worker.host, worker.host)
             if isinstance(answer, OSError):  # the last known address, if any, stays
                 report(worker.url, str(answer) or "the resolver did not answer in time")
-                continue
-            endpoint = join_host_port(answer, worker.port)
-            if endpoints.get(worker.url) != endpoint:
-                endpoints[worker.url] = endpoint
-                moved.append(WorkerSpec(worker.url, endpoint))
-        if first:
-            yield Reset(tuple(moved))
-            first = False
-        else:
-            for spec in moved:
-                yield Add(spec)
+            else:
+                endpoints[worker.url] = join_host_port(answer, worker.port)
+        # One update per look-up, however many names moved.
+        update = Reset(
+            tuple(WorkerSpec(w.url, endpoints[w.url]) for w in urls if w.url in endpoints)
+        )
+        if update != told:
+            told = update
+            yield update
         if not names:
             return
         timeout_s = TIMEOUT_S

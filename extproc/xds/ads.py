@@ -38,8 +38,8 @@ class AdsService:
         return stream
 
     def serving(self) -> bool:
-        """Tell whether every connected Envoy has a configuration; true when none takes it from here."""
-        return all(stream.session.serving() for stream in self._streams)
+        """Tell whether a connected Envoy has a configuration; true when none takes it from here."""
+        return not self._streams or any(stream.session.serving() for stream in self._streams)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send *snapshot* to every connected Envoy; later ones get it when they come."""

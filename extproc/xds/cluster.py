@@ -15,9 +15,11 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
     LoadBalancingPolicyPolicy,
+    UpstreamConnectionOptions,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
     Http1ProtocolOptions,
+    TcpKeepalive,
     TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -43,6 +45,10 @@ CONNECT_TIMEOUT_S = 1.0
 WORKER_IDLE_TIMEOUT_S = 4.0
 """Below the 5 s after which uvicorn, and so vLLM, closes an idle connection: Envoy must close first,
 or a request now and then meets a connection that is just being closed."""
+
+KEEPALIVE_TIME_S = 30
+KEEPALIVE_INTERVAL_S = 10
+KEEPALIVE_PROBES = 3
 
 UNLIMITED = 2**31
 """Envoy's default of 1024 connections and requests is far below what workers hold open."""
@@ -93,6 +99,14 @@ def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
             ]
         ),
         typed_extension_protocol_options={HTTP_OPTIONS: Any.pack(_http_options())},
+        upstream_connection_options=UpstreamConnectionOptions(
+            # A host that vanishes says nothing: without this its streams hang until the idle timeout.
+            tcp_keepalive=TcpKeepalive(
+                keepalive_time=KEEPALIVE_TIME_S,
+                keepalive_interval=KEEPALIVE_INTERVAL_S,
+                keepalive_probes=KEEPALIVE_PROBES,
+            )
+        ),
     )
     if static:
         cluster.type = ClusterDiscoveryType.STATIC

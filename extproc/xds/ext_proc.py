@@ -32,12 +32,10 @@ from extproc.exchange import (
     SUBSET_NAMESPACE,
 )
 from extproc.xds.bootstrap import EXTPROC_CLUSTER
-from extproc.xds.model import EnvoyModel
+from extproc.xds.model import CREDENTIAL_HEADERS, EnvoyModel
 from extproc.xds.wire import seconds
 
 FILTER_NAME = "envoy.filters.http.ext_proc"
-CREDENTIAL_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key", "api-key")
-"""No pick depends on them, so the service never sees them."""
 
 _SEND = ProcessingModeHeaderSendMode.SEND
 _SKIP = ProcessingModeHeaderSendMode.SKIP

@@ -63,7 +63,7 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
             )
         ],
         early_header_mutation_extensions=[_remove_routing_headers()],
-        local_reply_config=build_local_replies(),
+        local_reply_config=build_local_replies(fail_closed=model.fail_closed),
         access_log=[build_access_log()],
         # An id that Envoy invents before the pick would be taken for a session key.
         generate_request_id=False,

@@ -7,13 +7,16 @@ away. Its texts name addresses and internals; these do not. Answers that this se
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from envoy_data_plane.envoy.config.accesslog.v3 import (
     AccessLogFilter,
+    AndFilter,
     ComparisonFilter,
     ComparisonFilterOp,
     ExtensionFilter,
+    HeaderFilter,
     ResponseFlagFilter,
     StatusCodeFilter,
 )
@@ -22,22 +25,29 @@ from envoy_data_plane.envoy.config.core.v3 import (
     RuntimeUInt32,
     SubstitutionFormatString,
 )
+from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.extensions.access_loggers.filters.cel.v3 import ExpressionFilter
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import (
     LocalReplyConfig,
     ResponseMapper,
 )
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.errors import Refusal, error_body, refusal_message
 
+PROBE_PATHS = ("/health", "/liveness", "/readiness")
+SERVICE_AWAY = json.dumps(
+    {"status": "ready", "reason": "the service is away; envoy balances by itself"}
+)
 OWN_DETAILS_PREFIX = "router_"
 
 
-def build_local_replies() -> LocalReplyConfig:
+def build_local_replies(*, fail_closed: bool) -> LocalReplyConfig:
     """Return the mappers; the first that matches words the answer."""
     return LocalReplyConfig(
         mappers=[
+            *_probe_replies(fail_closed=fail_closed),
             _mapper(
                 _status(413),
                 413,
@@ -81,19 +91,53 @@ def build_local_replies() -> LocalReplyConfig:
                 "The request is not valid HTTP.",
             ),
             _mapper(
-                _details(f"!details.startsWith('{OWN_DETAILS_PREFIX}')"),
-                None,
+                _both(_server_error(), _not_ours()),
+                500,
                 "request_failed",
                 "The router could not pass on this request.",
+            ),
+            _mapper(
+                _not_ours(),
+                400,
+                "request_failed",
+                "The router does not take this request.",
             ),
         ]
     )
 
 
-def _mapper(
-    condition: AccessLogFilter, status: int | None, code: str, message: str
-) -> ResponseMapper:
-    body = error_body(status or 500, code, message).replace("%", "%%")
+def _probe_replies(*, fail_closed: bool) -> list[ResponseMapper]:
+    """Return how a probe is answered that the service does not answer.
+
+    When failing open Envoy serves without it, and a load balancer must not take it out.
+    """
+    away = [_away(path) for path in PROBE_PATHS]
+    if fail_closed:
+        text = "The router's service is away."
+        return [_mapper(condition, 503, "router_unavailable", text) for condition in away]
+    return [
+        ResponseMapper(
+            filter=condition,
+            status_code=200,
+            body_format_override=SubstitutionFormatString(
+                text_format_source=DataSource(inline_string=SERVICE_AWAY),
+                content_type="application/json",
+            ),
+        )
+        for condition in away
+    ]
+
+
+def _away(path: str) -> AccessLogFilter:
+    probe = HeaderMatcher(name=":path", string_match=StringMatcher(exact=path))
+    return _both(
+        AccessLogFilter(header_filter=HeaderFilter(header=probe)),
+        _flags("UF", "UC", "UR", "LR", "URX", "UO", "UPE", "UT", "UH"),
+    )
+
+
+def _mapper(condition: AccessLogFilter, status: int, code: str, message: str) -> ResponseMapper:
+    body = error_body(status, code, message).replace("%", "%%")
     return ResponseMapper(
         filter=condition,
         body_format_override=SubstitutionFormatString(
@@ -102,15 +146,23 @@ def _mapper(
     )
 
 
-def _status(code: int) -> AccessLogFilter:
+def _status(code: int, op: ComparisonFilterOp = ComparisonFilterOp.EQ) -> AccessLogFilter:
+    value = RuntimeUInt32(default_value=code, runtime_key=f"local_reply.{code}")
     return AccessLogFilter(
-        status_code_filter=StatusCodeFilter(
-            comparison=ComparisonFilter(
-                op=ComparisonFilterOp.EQ,
-                value=RuntimeUInt32(default_value=code, runtime_key=f"local_reply.{code}"),
-            )
-        )
+        status_code_filter=StatusCodeFilter(comparison=ComparisonFilter(op=op, value=value))
     )
+
+
+def _server_error() -> AccessLogFilter:
+    return _status(500, ComparisonFilterOp.GE)
+
+
+def _not_ours() -> AccessLogFilter:
+    return _details(f"!details.startsWith('{OWN_DETAILS_PREFIX}')")
+
+
+def _both(first: AccessLogFilter, second: AccessLogFilter) -> AccessLogFilter:
+    return AccessLogFilter(and_filter=AndFilter(filters=[first, second]))
 
 
 def _flags(*flags: str) -> AccessLogFilter:

@@ -12,6 +12,9 @@ ADMIN_CLUSTER = "extproc_admin"
 UNROUTED_CLUSTER = "unrouted"
 """A cluster without endpoints: where requests end that carry no pick when failing closed."""
 
+CREDENTIAL_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key", "api-key")
+"""No pick depends on them, so Envoy does not show them to the service."""
+
 LISTENER_NAME = "ingress"
 ROUTES_NAME = "ingress"
 

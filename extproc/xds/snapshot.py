@@ -7,6 +7,7 @@ versions and bytes, and Envoy has nothing to do. Listeners, and with them connec
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Mapping
 
@@ -58,18 +59,24 @@ class Snapshot:
 
 def build_snapshot(model: EnvoyModel) -> Snapshot:
     """Build all resources of *model*. Equal models give equal bytes."""
-    clusters = {cluster.name: cluster for cluster in build_clusters(model)}
     endpoints = {pool.name: build_endpoints(pool) for pool in model.pools}
+    pools = tuple(dataclasses.replace(pool, endpoints=()) for pool in model.pools)
+    lasting = _lasting_resources(dataclasses.replace(model, pools=pools))
+    resources = {**lasting, ENDPOINT_TYPE: Resources.of(endpoints)}
+    return Snapshot({type_url: resources[type_url] for type_url in TYPES})
+
+
+@functools.lru_cache(maxsize=4)
+def _lasting_resources(model: EnvoyModel) -> Mapping[str, Resources]:
+    """Return what does not depend on the workers, so that their coming and going costs little."""
+    clusters = {cluster.name: cluster for cluster in build_clusters(model)}
+    check_consistent(clusters, {pool.name: build_endpoints(pool) for pool in model.pools})
     listener, routes = build_listener(model), build_routes(model)
-    check_consistent(clusters, endpoints)
-    return Snapshot(
-        {
-            CLUSTER_TYPE: Resources.of(clusters),
-            ENDPOINT_TYPE: Resources.of(endpoints),
-            LISTENER_TYPE: Resources.of({listener.name: listener}),
-            ROUTE_TYPE: Resources.of({routes.name: routes}),
-        }
-    )
+    return {
+        CLUSTER_TYPE: Resources.of(clusters),
+        LISTENER_TYPE: Resources.of({listener.name: listener}),
+        ROUTE_TYPE: Resources.of({routes.name: routes}),
+    }
 
 
 def check_consistent(

@@ -17,7 +17,7 @@ from extproc.discovery.static import (
     TIMEOUT_S,
     watch,
 )
-from extproc.discovery.updates import Add, Reset, WorkerSpec
+from extproc.discovery.updates import Reset, WorkerSpec
 
 pytestmark = pytest.mark.looptime
 
@@ -45,7 +45,8 @@ class Names:
 class Watching:
     """The updates of a watch with the times at which they came, and what it reported."""
 
-    def __init__(self, urls, names):
+    def __init__(self, urls, names, last_known=None):
+        self._last_known = last_known
         self.updates = []
         self.reports = []
         self.ended = False
@@ -59,7 +60,14 @@ class Watching:
         try:
             async with (
                 asyncio.timeout(seconds),
-                aclosing(watch(self._urls, report=report, resolver=self._names)) as updates,
+                aclosing(
+                    watch(
+                        self._urls,
+                        report=report,
+                        resolver=self._names,
+                        last_known=self._last_known,
+                    )
+                ) as updates,
             ):
                 async for update in updates:
                     self.updates.append((loop.time(), update))
@@ -143,7 +151,7 @@ async def test_failing_name_is_tried_again_until_it_resolves():
         tasks.create_task(watching.run(40))
         tasks.create_task(at(5, names.answers.update, {"worker": "10.0.0.7"}))
 
-    assert watching.updates == [(0, Reset(())), (6, Add(spec(NAMED, "10.0.0.7:8000")))]
+    assert watching.updates == [(0, Reset(())), (6, Reset((spec(NAMED, "10.0.0.7:8000"),)))]
     assert [time for _, time in names.asked] == [0, 2, 4, 6, 6 + REFRESH_RESOLVED_S]
     assert watching.reports == [(NAMED.url, "unknown")] * 3
     assert RETRY_UNRESOLVED_S == 2
@@ -170,7 +178,7 @@ async def test_name_that_moves_is_followed():
 
     assert [update for _, update in watching.updates] == [
         Reset((spec(LITERAL, "10.0.0.5:8000"), spec(NAMED, "10.0.0.7:8000"))),
-        Add(spec(NAMED, "10.0.0.8:8000")),
+        Reset((spec(LITERAL, "10.0.0.5:8000"), spec(NAMED, "10.0.0.8:8000"))),
     ]
     assert watching.updates[1][0] == 2 * REFRESH_RESOLVED_S
 
@@ -187,6 +195,22 @@ async def test_name_that_fails_later_keeps_its_last_address():
     assert len(watching.updates) == 1
     assert watching.reports == [(NAMED.url, "away")] * 3
     assert [time for _, time in names.asked] == [0, 30, 60, 90]
+
+
+async def test_name_that_cannot_be_resolved_after_a_restart_starts_where_it_was():
+    """A resolver that is away during a restart takes no worker away; others' places are forgotten."""
+    names = Names(worker=OSError("away"))
+    last_known = {NAMED.url: "10.0.0.7:8000", "http://gone:1": "10.0.0.9:1"}
+    watching = Watching([NAMED], names, last_known)
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(watching.run(40))
+        tasks.create_task(at(5, names.answers.update, {"worker": "10.0.0.8"}))
+
+    assert [update for _, update in watching.updates] == [
+        Reset((spec(NAMED, "10.0.0.7:8000"),)),
+        Reset((spec(NAMED, "10.0.0.8:8000"),)),
+    ]
 
 
 async def test_one_name_with_two_ports_is_looked_up_once():

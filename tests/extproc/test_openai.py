@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.openai import OPENING_CHARS, parse_content
+from extproc.openai import (
+    MAX_PROMPT_CHARS,
+    MAX_PROMPTS,
+    OPENING_CHARS,
+    parse_content,
+)
 from policies.base import Content
 
 
@@ -541,3 +546,22 @@ def test_long_text_is_not_cut():
 
     assert one(prompt=text) == text
     assert one(messages=[{"role": "user", "content": text}]).endswith(text)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":[' + b'"00000",' * 400_000 + b'"1"]}',
+        b'{"prompt":[' + b"[1]," * 400_000 + b"[1]]}",
+        b'{"messages":[{"role":"user","content":[' + b'{"a":1},' * 200_000 + b"{}]}]}",
+        b'{"messages":[' + b'{"role":"user","content":"x"},' * 60_000 + b"{}]}",
+    ],
+    ids=["prompts", "token prompts", "parts", "messages"],
+)
+def test_what_is_looked_at_is_bounded(body):
+    """A request of megabytes of small pieces costs the others no more than a long prompt."""
+    content = parse_content(body)
+
+    assert content is not None
+    assert len(content.prompts) <= MAX_PROMPTS
+    assert sum(map(len, content.prompts)) <= MAX_PROMPT_CHARS + 64

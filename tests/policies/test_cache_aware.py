@@ -7,8 +7,6 @@ import dataclasses
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policies.base import Request
 from policies.cache_aware import EVICT_TO_RATIO, CacheAware
@@ -605,58 +603,6 @@ def test_weights_spread_new_prompts_in_proportion():
 
     small, big, other = sizes(pool)
     assert big / (small + big + other) == pytest.approx(0.5, abs=0.03)
-
-
-def test_flush_forgets_everything():
-    """After the workers' caches were reset."""
-    pool = pool_of(2)
-    for worker in pool.members:
-        pool.send(completion("hello"), to=worker)
-
-    pool.policy.flush()
-
-    assert sizes(pool) == [0, 0]
-    assert pool.policy._tree.match("c:m", "hello").path == ()
-    pool.send(completion("hello"), to=pool.members[1])
-    assert pool.pick(completion("hello")) is pool.members[1]
-
-
-@given(
-    sent=st.lists(
-        st.tuples(st.text(alphabet="ab", min_size=1, max_size=6), st.integers(0, 2)), max_size=8
-    ),
-    prompt=st.text(alphabet="ab", min_size=1, max_size=6),
-    loads=st.lists(st.integers(0, 40), min_size=3, max_size=3),
-)
-def test_pick_is_what_the_rules_say(sent, prompt, loads):
-    """The four rules, written down naively; without common property."""
-    pool = pool_of(3, shared_fan_out=99)
-    known = collections.defaultdict(set)
-    for text, number in sent:
-        pool.send(completion(text), to=pool.members[number])
-        known[number] |= {text[:n] for n in range(1, len(text) + 1)}
-    loaded(pool, *loads)
-
-    matched = {
-        n: max((len(p) for p in known[n] if prompt.startswith(p)), default=0) for n in range(3)
-    }
-    best = max(matched.values())
-    low, high = min(loads), max(loads)
-    idlest = {n for n in range(3) if loads[n] == low}
-
-    def apart(load):
-        return load - low > 32 and load > 1.1 * low
-
-    if best / len(prompt) > 0.5:
-        owners = [n for n in range(3) if matched[n] == best]
-        least = min(loads[n] for n in owners)
-        expected = idlest if apart(least) else {n for n in owners if loads[n] == least}
-    elif apart(high):
-        expected = idlest
-    else:
-        smallest = min(len(known[n]) for n in range(3))
-        expected = {n for n in range(3) if len(known[n]) == smallest}
-    assert pool.pick(completion(prompt)).order in expected
 
 
 @pytest.mark.parametrize(
