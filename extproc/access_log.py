@@ -9,11 +9,13 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from extproc.address import join_host_port
+from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.xds.model import ADMIN_CLUSTER
 from protos.access_log_pb2 import (
+    AccessLogCommon,
     HTTPAccessLogEntry,
     StreamAccessLogsMessage,
     StreamAccessLogsResponse,
@@ -27,8 +29,18 @@ log = structlog.get_logger(__name__)
 class AccessLogService:
     """Serves ``AccessLogService.StreamAccessLogs``."""
 
-    def __init__(self, metrics: Metrics, worker_url: Callable[[str], str]) -> None:
-        """*worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+    def __init__(
+        self,
+        metrics: Metrics,
+        worker_url: Callable[[str], str],
+        on_failed: Callable[[str], None],
+    ) -> None:
+        """Make the service.
+
+        *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown. *on_failed* is
+        called with each endpoint that Envoy tried in vain.
+        """
+        self._on_failed = on_failed
         self._metrics = metrics
         self._worker_url = worker_url
 
@@ -53,15 +65,28 @@ class AccessLogService:
             else ""
         )
         metrics.requests.labels(worker, str(entry.response.response_code.value)).inc()
-        if common.upstream_request_attempt_count > 1:
-            metrics.retries.inc(common.upstream_request_attempt_count - 1)
         flags = common.response_flags
+        failed = flags.upstream_connection_failure or flags.upstream_remote_reset
+        if common.upstream_request_attempt_count > 1 or failed:
+            metrics.retries.inc(max(0, common.upstream_request_attempt_count - 1))
+            for endpoint in failed_endpoints(common, failed=failed):
+                self._on_failed(endpoint)
         if flags.downstream_connection_termination or flags.downstream_remote_reset:
             metrics.client_aborts.inc()
         if common.HasField("time_to_last_downstream_tx_byte"):
             metrics.request_seconds.observe(_seconds(common.time_to_last_downstream_tx_byte))
         if common.HasField("time_to_first_upstream_rx_byte"):
             metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
+
+
+def failed_endpoints(common: AccessLogCommon, *, failed: bool) -> list[str]:
+    """Return the endpoints of the pick that were tried in vain; *failed*: the last one too."""
+    metadata = common.metadata.filter_metadata.get(METADATA_NAMESPACE)
+    if metadata is None or ENDPOINT_KEY not in metadata.fields:
+        return []
+    attempts = max(1, common.upstream_request_attempt_count)
+    tried = metadata.fields[ENDPOINT_KEY].string_value.split(",")[:attempts]
+    return tried if failed or attempts > len(tried) else tried[:-1]
 
 
 class _AccessLogStream:

@@ -161,7 +161,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["buffered", "full_duplex"],
         Meta(
             description="How Envoy hands request bodies over when the policy reads them; full_duplex"
-            " is what the Endpoint Picker Protocol asks of gateways."
+            " is what the Endpoint Picker Protocol asks of gateways. Envoy then waits without a limit"
+            " for a decision, and requests under way end with the service."
         ),
     ] = "buffered"
     prometheus_host: Annotated[

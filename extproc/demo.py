@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
-import signal
 import socket
 import sys
 import time
@@ -22,6 +21,7 @@ from extproc.config import Config, bind_ip
 from extproc.errors import ConfigError
 from extproc.launcher import Launcher
 from extproc.limits import raise_open_files
+from extproc.stop import stop_on_signals
 
 MODEL = "sim-model"
 QUESTIONS = (
@@ -31,6 +31,24 @@ QUESTIONS = (
 """Two conversations of two turns."""
 
 WORKER_START_TIMEOUT_S = 30.0
+
+USAGE = """
+Try it; each block can be pasted:
+
+curl -i {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+{python} - <<'EOF'
+from openai import OpenAI
+
+client = OpenAI(base_url="{base_url}/v1", api_key="none")
+messages = [{{"role": "user", "content": "Hello"}}]
+for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
+    print(chunk.choices[0].delta.content or "", end="", flush=True)
+print()
+EOF
+
+Ctrl-C stops all of it."""
 
 _console = Console(highlight=False)
 
@@ -51,9 +69,7 @@ def run(config: Config, *, workers: int, serve: bool) -> int:
 
 async def _run(config: Config, count: int, *, serve: bool) -> int:
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
+    stop_on_signals(stop)
 
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [sock.getsockname()[1] for sock in sockets]
@@ -128,26 +144,7 @@ def _print_usage(config: Config, base_url: str, urls: tuple[str, ...]) -> None:
     if config.prometheus_port:
         metrics = join_host_port(bind_ip(config.prometheus_host), config.prometheus_port)
         print(f"  metrics   http://{metrics}/metrics")
-    print(
-        f"""
-Try it:
-
-  curl -i {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{MODEL}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
-
-  {Path(sys.executable)} - <<'EOF'
-  from openai import OpenAI
-  client = OpenAI(base_url="{base_url}/v1", api_key="none")
-  for chunk in client.chat.completions.create(
-      model="{MODEL}", stream=True, messages=[{{"role": "user", "content": "Hello"}}]
-  ):
-      print(chunk.choices[0].delta.content or "", end="", flush=True)
-  print()
-  EOF
-
-Ctrl-C stops all of it.""",
-        flush=True,
-    )
+    print(USAGE.format(base_url=base_url, model=MODEL, python=Path(sys.executable)), flush=True)
 
 
 async def _chat_and_stop(base_url: str, stop: asyncio.Event) -> None:

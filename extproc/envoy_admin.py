@@ -19,8 +19,11 @@ class EnvoyAdmin:
 
     async def listening(self) -> bool:
         """Tell whether Envoy has a listener that accepts connections."""
+        # A listener is listed before the threads that accept its connections run.
         found = await self._request("GET", "/listeners?format=json")
-        return bool(found and found.get("listener_statuses"))
+        if not found or not found.get("listener_statuses"):
+            return False
+        return bool(await self._stat("listener_manager.workers_started"))
 
     async def fail_health_check(self) -> bool:
         """Make Envoy ask clients to close kept-alive connections with each response."""
@@ -28,13 +31,14 @@ class EnvoyAdmin:
 
     async def close_listeners(self) -> bool:
         """Accept no new connections; those that are open go on."""
-        return await self._request("POST", "/drain_listeners?skip_exit") is not None
+        return await self._request("POST", "/drain_listeners") is not None
 
     async def active_requests(self) -> int | None:
         """Return the requests under way, or None when Envoy does not answer."""
-        found = await self._request(
-            "GET", "/stats?format=json&filter=^http.ingress.downstream_rq_active$"
-        )
+        return await self._stat("http.ingress.downstream_rq_active")
+
+    async def _stat(self, name: str) -> int | None:
+        found = await self._request("GET", f"/stats?format=json&filter=^{name}$")
         if found is None:
             return None
         return sum(int(stat.get("value", 0)) for stat in found.get("stats", ()))

@@ -202,7 +202,9 @@ class Exchange:
         if wanted and self._router.wants_body(headers):
             self._state = _State.BODY
             return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
-        return self._decide(b"" if last else None, now, body_follows=not last)
+        # A policy that reads bodies must find one, also where none can be had (an upgrade).
+        unavailable = not self._collects and self._router.needs_body
+        return self._decide(b"" if last or unavailable else None, now, body_follows=not last)
 
     def _is_small(self, headers: Mapping[str, str]) -> bool:
         """Tell whether the body may be read, as far as its length is announced."""

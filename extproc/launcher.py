@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import signal
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from extproc.envoy_binary import find_envoy
 from extproc.errors import ConfigError
 from extproc.limits import raise_open_files
 from extproc.listening import check_free
+from extproc.stop import stop_on_signals
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 
 START_TIMEOUT_S = 60.0
@@ -43,7 +43,7 @@ STABLE_AFTER_S = 30.0
 """A child that ran this long is restarted without delay again."""
 
 ENVOY_LOG_LEVELS = {
-    "debug": "debug",
+    "debug": "info",  # Envoy's debug log prints header values, credentials among them
     "info": "warning",  # Envoy's info tells of its own start-up, page after page
     "warning": "error",
     "error": "error",
@@ -239,7 +239,7 @@ class Launcher:
         check_free(bind_ip(config.host), config.port, "--host and --port")
         if config.prometheus_port:
             host = bind_ip(config.prometheus_host)
-            check_free(host, config.prometheus_port, "--prometheus-port")
+            check_free(host, config.prometheus_port, "--prometheus-host and --prometheus-port")
 
 
 def run(config: Config) -> int:
@@ -248,9 +248,7 @@ def run(config: Config) -> int:
 
     async def main() -> None:
         stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(signum, stop.set)
+        stop_on_signals(stop)
         await Launcher(config).run(stop)
 
     status = 0

@@ -61,5 +61,7 @@ def configure(level: str, directory: str, name: str) -> None:
 def _renderers(handler: logging.Handler) -> list[structlog.typing.Processor]:
     on_terminal = type(handler) is logging.StreamHandler and sys.stderr.isatty()
     if on_terminal:
-        return [structlog.dev.ConsoleRenderer()]
+        # Not the pretty traceback: it prints local variables, message bytes and prompts among them.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(exception_formatter=plain)]
     return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]

@@ -35,6 +35,9 @@ from extproc.xds.snapshot import build_snapshot
 
 DEFAULT_POOL = "default"
 DRAIN_POLL_S = 0.02
+SUSPEND_S = 10.0
+"""How long a worker is left alone whose connections failed. Requests that find it still away are retried
+elsewhere, so a short time costs little."""
 
 MESSAGE_OVERHEAD_BYTES = 2**20
 """What a message may have beside the body: headers, attributes, Envoy's description of itself."""
@@ -73,7 +76,7 @@ class Service:
             max_body_bytes=config.max_payload_size,
             max_routed_bytes=config.max_routed_body,
         )
-        self._access_log = AccessLogService(self.metrics, self.pool.url_of)
+        self._access_log = AccessLogService(self.metrics, self.pool.url_of, self._on_failed)
         self._ads = AdsService(build_snapshot(self._model()), self.metrics)
         self._discovered = asyncio.Event()
         self.readiness = Readiness(self.pool, self._ads.serving)
@@ -95,11 +98,13 @@ class Service:
             await self._discovered.wait()
             await _serve_grpc(server, Address.parse(config.grpc_address))
             admin = Address.parse(config.admin_address)
-            runners.append(await _serve_http(build_admin_app(self.readiness, self._policy), admin))
+            app = build_admin_app(self.readiness, self._policy)
+            runners.append(await _serve_http(app, admin, "--admin-address"))
             if config.prometheus_port:
                 metrics = Address(host=bind_ip(config.prometheus_host), port=config.prometheus_port)
                 app = build_metrics_app(self.metrics.registry)
-                runners.append(await _serve_http(app, metrics))
+                flags = "--prometheus-host and --prometheus-port"
+                runners.append(await _serve_http(app, metrics, flags))
             log.info(
                 "service ready",
                 grpc=config.grpc_address,
@@ -116,6 +121,17 @@ class Service:
             await self._drain(server)
             for runner in runners:
                 await runner.cleanup()
+
+    def _on_failed(self, endpoint: str) -> None:
+        """Leave a worker alone for a while that Envoy could not reach: it is Envoy that knows."""
+        if self.pool.suspend(endpoint):
+            worker = self.pool.url_of(endpoint)
+            log.warning("worker suspended: it cannot be reached", worker=worker, seconds=SUSPEND_S)
+            asyncio.get_running_loop().call_later(SUSPEND_S, self._resume, endpoint)
+
+    def _resume(self, endpoint: str) -> None:
+        self.pool.resume(endpoint)
+        log.info("worker tried again", worker=self.pool.url_of(endpoint))
 
     async def _drain(self, server: GrpcServer) -> None:
         """Take no new streams; end when the last request has, or with the grace time.
@@ -138,13 +154,13 @@ class Service:
                 _log_update(update)
                 self._ads.publish(build_snapshot(self._model()))
                 try:
-                    last_known.save(self.pool.candidates)
+                    last_known.save(self.pool.members)
                 except OSError as error:
                     log.warning("workers cannot be remembered", reason=str(error))
             self._discovered.set()
 
     def _model(self) -> EnvoyModel:
-        endpoints = tuple(worker.endpoint for worker in self.pool.candidates)
+        endpoints = tuple(worker.endpoint for worker in self.pool.members)
         return envoy_model(self._config, (PoolModel(self.pool.name, endpoints),))
 
 
@@ -185,7 +201,7 @@ async def _serve_grpc(server: GrpcServer, address: Address) -> None:
     _only_for_this_user(address)
 
 
-async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
+async def _serve_http(app: web.Application, address: Address, flags: str) -> web.AppRunner:
     runner = web.AppRunner(app, access_log=None, handle_signals=False)
     await runner.setup()
     _remove_stale_socket(address)
@@ -197,7 +213,7 @@ async def _serve_http(app: web.Application, address: Address) -> web.AppRunner:
     try:
         await site.start()
     except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror}") from error
+        raise ConfigError(f"cannot listen on {address} ({flags}): {error.strerror}") from error
     _only_for_this_user(address)
     return runner
 

@@ -127,7 +127,7 @@ class _PoolCollector(Collector):
         for pool in self._pools:
             workers.add_metric([pool.name], len(pool.candidates))
             total.add_metric([pool.name], pool.in_flight)
-            for worker in pool.candidates:
+            for worker in pool.members:
                 in_flight.add_metric([pool.name, worker.url], worker.in_flight)
         yield in_flight
         yield workers

@@ -1,6 +1,6 @@
 """The workers of one pool and the leases on them.
 
-Invariants: ``candidates`` is an immutable tuple sorted by ``order`` and is swapped by one
+Invariants: ``members`` and ``candidates`` are immutable tuples sorted by ``order``, each swapped by one
 assignment, so a reader never sees half an update; a worker's ``in_flight`` is the number of its
 leases not yet released; a lease is released once, however often it is asked to; a worker that is
 removed keeps its leases, and one that comes back under the same URL is a new worker.
@@ -43,15 +43,21 @@ class Pool:
         "_by_url",
         "_next_order",
         "_subscribers",
+        "_suspended",
         "_url_by_endpoint",
         "candidates",
         "in_flight",
+        "members",
         "name",
     )
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.members: tuple[Worker, ...] = ()
+        """All workers, sorted by ``order``."""
         self.candidates: tuple[Worker, ...] = ()
+        """Those that may be picked."""
+        self._suspended: set[str] = set()
         self.in_flight = 0
         """Leases out, those on removed workers included."""
         self._by_url: dict[str, Worker] = {}
@@ -62,7 +68,20 @@ class Pool:
     def subscribe(self, on_workers: Callable[[Sequence[Worker]], None]) -> None:
         """Call *on_workers* with all members, now and whenever they change."""
         self._subscribers.append(on_workers)
-        on_workers(self.candidates)
+        on_workers(self.members)
+
+    def suspend(self, endpoint: str) -> bool:
+        """Pick the workers at *endpoint* no more until ``resume``; tell whether that changed anything."""
+        if endpoint in self._suspended or endpoint not in self._url_by_endpoint:
+            return False
+        self._suspended.add(endpoint)
+        self._choose_candidates()
+        return True
+
+    def resume(self, endpoint: str) -> None:
+        """Pick the workers at *endpoint* again."""
+        self._suspended.discard(endpoint)
+        self._choose_candidates()
 
     def apply(self, update: Update) -> bool:
         """Take *update* in; tell whether the workers changed."""
@@ -88,8 +107,14 @@ class Pool:
         """Return the URL of the worker at *endpoint*, or *endpoint* when it is not known."""
         return self._url_by_endpoint.get(endpoint, endpoint)
 
+    def _choose_candidates(self) -> None:
+        suspended = self._suspended
+        available = tuple(w for w in self.members if w.endpoint not in suspended)
+        # When all are suspended one of them must be tried.
+        self.candidates = available or self.members
+
     def _others(self, url: str) -> list[WorkerSpec]:
-        return [WorkerSpec(w.url, w.endpoint) for w in self.candidates if w.url != url]
+        return [WorkerSpec(w.url, w.endpoint) for w in self.members if w.url != url]
 
     def _reset(self, specs: Iterable[WorkerSpec]) -> bool:
         known = self._by_url
@@ -104,7 +129,9 @@ class Pool:
             return False
         self._by_url = workers
         self._url_by_endpoint = {worker.endpoint: worker.url for worker in workers.values()}
-        self.candidates = tuple(sorted(workers.values(), key=lambda worker: worker.order))
+        self._suspended &= self._url_by_endpoint.keys()
+        self.members = tuple(sorted(workers.values(), key=lambda worker: worker.order))
+        self._choose_candidates()
         for on_workers in self._subscribers:
-            on_workers(self.candidates)
+            on_workers(self.members)
         return True

@@ -15,13 +15,15 @@ class ReadinessState:
     ready: bool
     workers: int
     reason: str = ""
+    available: int = 0
+    """Workers that may be picked."""
 
     def body(self) -> dict[str, str | int]:
         """Return the JSON body; keys as vLLM Router's."""
         if self.ready:
             return {
                 "status": "ready",
-                "healthy_workers": self.workers,
+                "healthy_workers": self.available,
                 "total_workers": self.workers,
             }
         return {"status": "not_ready", "reason": self.reason, "total_workers": self.workers}
@@ -37,11 +39,12 @@ class Readiness:
 
     def state(self) -> ReadinessState:
         """Return the state at this moment."""
-        workers = len(self._pool.candidates)
+        workers = len(self._pool.members)
+        available = len(self._pool.candidates)
         if self.stopping:
             return ReadinessState(False, workers, "shutting down")
         if workers == 0:
             return ReadinessState(False, workers, "no healthy workers available")
         if not self._serving():
             return ReadinessState(False, workers, "envoy has not accepted a configuration yet")
-        return ReadinessState(True, workers)
+        return ReadinessState(True, workers, available=available)

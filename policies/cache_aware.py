@@ -13,6 +13,10 @@ from policies.prefix_tree import VACANT, Match, PrefixTree
 from policies.registry import register
 from policies.selection import absent, least_loaded, uniform
 
+MEMORY_TEXTS_PER_WORKER = 16
+"""Prompts per worker after which one counts half in what is common property: a new system prompt is
+noticed soon, a burst of questions about one document is not mistaken for one."""
+
 MAX_MODEL_CHARS = 128
 """A longer name stands for itself by its hash: names do not count towards the bounds."""
 
@@ -40,7 +44,7 @@ class CacheAware:
     A worker is judged by its own load, not by the highest one in the pool: one hot prefix takes requests
     away from its own worker and leaves everybody else's affinity alone.
 
-    A beginning of more than one worker's share of all known texts (and of at least *shared_fan_out* texts),
+    A beginning of more than one worker's share of the latest prompts (and of at least *shared_fan_out* texts),
     such as a system prompt, is common property: no single worker could serve all that begins with it. It
     counts neither as matched nor as length, or all new conversations would go to the worker that saw it
     first.
@@ -145,6 +149,7 @@ class CacheAware:
         """Give new members a slot; forget at once all about those that are gone."""
         self._weighted = len({worker.weight for worker in workers}) > 1
         self._ordered = tuple(workers)
+        self._tree.set_memory(MEMORY_TEXTS_PER_WORKER * max(1, len(workers)))
         self._last_match = None
         members = {worker.order: worker for worker in workers}
         for order in self._slots.keys() - members.keys():
@@ -189,14 +194,13 @@ class CacheAware:
                 if 0 < start <= matched < end:
                     matched, owners = min(end, len(prompt)), match.owners_at(start, slots)
                     break
-            shared = match.shared_length(self._shared_texts(space, len(workers)))
+            shared = self._shared_length(match, len(workers))
             if not owners or matched <= shared:
                 return None
             if (matched - shared) / (len(prompt) - shared) <= self.cache_threshold:
                 return None
         else:
-            shared_texts = self._shared_texts(space, len(workers))
-            owners = self._best_of_batch(space, content.prompts, slots, shared_texts)
+            owners = self._best_of_batch(space, content.prompts, slots, len(workers))
         return self._lowest_load(owners, rng)
 
     def _match(self, content: Content, space: str, prompt: str) -> Match:
@@ -205,19 +209,17 @@ class CacheAware:
             self._last_match = (content, self._tree.match(space, prompt))
         return self._last_match[1]
 
-    def _shared_texts(self, space: str, workers: int) -> float:
-        """Return how many texts must begin alike for the beginning to belong to nobody."""
-        return max(self.shared_fan_out, self._tree.texts(space) / workers)
+    def _shared_length(self, match: Match, workers: int) -> int:
+        """Return how much of the matched beginning is common property."""
+        return self._tree.shared_length(match, texts=self.shared_fan_out, share=1 / workers)
 
-    def _best_of_batch(
-        self, space: str, prompts: tuple[str, ...], slots: int, shared_texts: float
-    ) -> int:
+    def _best_of_batch(self, space: str, prompts: tuple[str, ...], slots: int, workers: int) -> int:
         """Return the owners of the best summed match of *prompts*, 0 when it is too short."""
         matched: dict[int, int] = {}
         total = 0
         for prompt in prompts:
             match = self._tree.match(space, prompt)
-            shared = match.shared_length(shared_texts)
+            shared = self._shared_length(match, workers)
             total += len(prompt) - shared
             seen = 0
             for node, length in reversed(match.path):

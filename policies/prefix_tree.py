@@ -20,6 +20,9 @@ import math
 from collections.abc import Iterator
 
 VACANT = math.inf
+MIN_COUNTED_TEXTS = 2
+"""Nodes with fewer texts below are not counted: each belongs to one conversation."""
+
 MAX_TEXT_BITS = 40
 """No text is longer than 2^40 characters."""
 
@@ -72,24 +75,28 @@ class Match:
                 return node.owners & slots
         return 0
 
-    def shared_length(self, texts: float) -> int:
-        """Return the length of the longest prefix that at least *texts* different texts begin with.
-
-        Such a prefix (a system prompt) says nothing about which conversation a prompt belongs to.
-        """
-        path = self.path if self.whole else self.path[:-1]
-        for node, length in reversed(path):
-            if node.leaves >= texts:
-                return length
-        return 0
-
 
 class PrefixTree:
     """Prompts by worker slot: a small number that stands for a worker while it is a member."""
 
-    __slots__ = ("_clock", "_roots", "_spaces", "_ticks", "characters")
+    __slots__ = (
+        "_clock",
+        "_fading",
+        "_popularity",
+        "_roots",
+        "_sent",
+        "_spaces",
+        "_ticks",
+        "characters",
+    )
 
     def __init__(self) -> None:
+        self._popularity: dict[Node, tuple[float, int]] = {}
+        """For nodes that several texts go through: a count that fades, and the clock when it was right."""
+        self._sent = 0.0
+        """The same count over all texts."""
+        self._fading = 0.5
+        self.set_memory(16)
         self._roots: dict[str, Node] = {}
         self._spaces: dict[Node, str] = {}
         """The other way round."""
@@ -98,6 +105,10 @@ class PrefixTree:
         """Nodes of each slot with their last use; a larger number is later."""
         self.characters: list[float] = []
         """Characters of the nodes of each slot; infinite for one that is not in use. Read only."""
+
+    def set_memory(self, texts: float) -> None:
+        """Let what was sent *texts* texts ago count half of what is sent now."""
+        self._fading = 0.5 ** (1 / texts)
 
     def add_slot(self) -> int:
         """Return a slot for one more worker, the lowest one that is free."""
@@ -162,11 +173,32 @@ class PrefixTree:
                 gained += len(node.text)
             ticks[node] = self._clock
         self.characters[slot] += gained
+        self._count(path)
 
-    def texts(self, space: str) -> int:
-        """Return how many different texts of *space* are known."""
-        root = self._roots.get(space)
-        return 0 if root is None else root.leaves
+    def shared_length(self, match: Match, *, texts: int, share: float) -> int:
+        """Return the length of the longest prefix of *match* that is common property.
+
+        That is one with which at least *texts* different texts begin, and more than *share* of what was sent
+        lately (0 to 1): a system prompt, which says nothing about which conversation a prompt belongs to.
+        """
+        path = match.path if match.whole else match.path[:-1]
+        for node, length in reversed(path):
+            if node.leaves >= texts and self._popularity_of(node) > share * self._sent:
+                return length
+        return 0
+
+    def _popularity_of(self, node: Node) -> float:
+        """Return how much of what was sent lately went through *node*, as ``_sent`` counts it."""
+        counted, at = self._popularity.get(node, (float(node.leaves), self._clock))
+        return counted * self._fading ** (self._clock - at)
+
+    def _count(self, path: list[Node]) -> None:
+        """Count one more text that went along *path*."""
+        self._sent = self._sent * self._fading + 1
+        for node in path:
+            if node.leaves < MIN_COUNTED_TEXTS:
+                return  # fewer go through what is below
+            self._popularity[node] = (self._popularity_of(node) + 1, self._clock)
 
     def node_count(self, slot: int) -> int:
         """Return the nodes of *slot*."""
@@ -191,6 +223,8 @@ class PrefixTree:
         """Forget every text; slots stay given out."""
         self._roots.clear()
         self._spaces.clear()
+        self._popularity.clear()
+        self._sent = 0.0
         for slot, ticks in enumerate(self._ticks):
             ticks.clear()
             if self.characters[slot] != VACANT:
@@ -223,6 +257,8 @@ class PrefixTree:
             raise AssertionError("a root has no text to split")
         upper = Node(node.text[:length], parent, node.owners)
         upper.leaves = node.leaves
+        if node in self._popularity:
+            self._popularity[upper] = self._popularity[node]
         parent.children[upper.text[0]] = upper
         node.text = node.text[length:]
         node.parent = upper
@@ -242,6 +278,7 @@ class PrefixTree:
         if node.owners or parent is None:
             return
         del parent.children[node.text[0]]
+        self._popularity.pop(node, None)
         if parent.children:
             above: Node | None = parent
             while above is not None:

@@ -48,7 +48,9 @@ def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
             envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
             timeout=seconds(0),  # the stream lives as long as the request
         ),
-        failure_mode_allow=not model.fail_closed,
+        # Also when failing closed: an open stream must not end because the service did. Requests that
+        # carry no pick then end in a cluster without endpoints.
+        failure_mode_allow=True,
         processing_mode=_processing_mode(model, read_body=read_body),
         message_timeout=seconds(model.decision_timeout_s),
         allow_mode_override=not model.full_duplex,
@@ -61,7 +63,7 @@ def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
         mutation_rules=HeaderMutationRules(
             disallow_all=True,
             allow_expression=RegexMatcher(
-                regex=f"^({CLUSTER_HEADER}|{REQUEST_ID_HEADER}|{ENDPOINT_KEY})$"
+                regex=f"^({CLUSTER_HEADER}|{REQUEST_ID_HEADER}|{ENDPOINT_KEY}|content-type)$"
             ),
         ),
         metadata_options=MetadataOptions(

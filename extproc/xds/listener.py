@@ -77,7 +77,9 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
         common_http_protocol_options=HttpProtocolOptions(
             idle_timeout=seconds(CONNECTION_IDLE_TIMEOUT_S)
         ),
-        http_protocol_options=Http1ProtocolOptions(accept_http_10=True),
+        http_protocol_options=Http1ProtocolOptions(
+            accept_http_10=True, default_host_for_http_10="vllm-extproc"
+        ),
         http2_protocol_options=Http2ProtocolOptions(max_concurrent_streams=2**31 - 1),
     )
     if routes is None:

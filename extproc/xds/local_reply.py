@@ -17,6 +17,7 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
     ComparisonFilterOp,
     ExtensionFilter,
     HeaderFilter,
+    OrFilter,
     ResponseFlagFilter,
     StatusCodeFilter,
 )
@@ -35,6 +36,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.errors import Refusal, error_body, refusal_message
+from extproc.xds.model import UNROUTED_CLUSTER
 
 PROBE_PATHS = ("/health", "/liveness", "/readiness")
 SERVICE_AWAY = json.dumps(
@@ -61,7 +63,10 @@ def build_local_replies(*, fail_closed: bool) -> LocalReplyConfig:
                 "The request headers are larger than this router accepts.",
             ),
             _mapper(
-                _details("details.startsWith('ext_proc_error')"),
+                _either(
+                    _details("details.startsWith('ext_proc_error')"),
+                    _matching(f"xds.cluster_name == '{UNROUTED_CLUSTER}'"),
+                ),
                 503,
                 "router_unavailable",
                 "The router cannot choose a worker at the moment. Retry later.",
@@ -85,7 +90,7 @@ def build_local_replies(*, fail_closed: bool) -> LocalReplyConfig:
                 "The connection to the worker failed before it answered. Retry later.",
             ),
             _mapper(
-                _flags("DPE", "IH"),
+                _either(_flags("DPE", "IH"), _both(_status(400), _not_ours())),
                 400,
                 "bad_request",
                 "The request is not valid HTTP.",
@@ -173,8 +178,15 @@ def _list(flags: Sequence[str]) -> list[str]:
     return list(flags)
 
 
+def _either(first: AccessLogFilter, second: AccessLogFilter) -> AccessLogFilter:
+    return AccessLogFilter(or_filter=OrFilter(filters=[first, second]))
+
+
 def _details(expression: str) -> AccessLogFilter:
-    text = expression.replace("details", "response.code_details")
+    return _matching(expression.replace("details", "response.code_details"))
+
+
+def _matching(text: str) -> AccessLogFilter:
     return AccessLogFilter(
         extension_filter=ExtensionFilter(
             name="envoy.access_loggers.extension_filters.cel",

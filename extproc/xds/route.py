@@ -22,7 +22,6 @@ from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import Previ
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
-from extproc.router import MAX_ENDPOINTS
 from extproc.xds.ext_proc import build_disabled
 from extproc.xds.model import ADMIN_CLUSTER, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
 from extproc.xds.wire import seconds
@@ -32,6 +31,7 @@ ADMIN_TIMEOUT_S = 5.0
 INTERNAL_HEADERS = (CLUSTER_HEADER, ENDPOINT_KEY, "x-envoy-external-address")
 """Ours and Envoy's own; of no use to a worker."""
 
+MAX_RETRIES = 5
 RETRY_ON = "connect-failure,refused-stream,reset"
 """Only what happens before response headers, so no client sees half of two answers. ``reset`` covers a
 worker that dies after it got the request."""
@@ -84,7 +84,8 @@ def _action(model: EnvoyModel) -> RouteAction:
         idle_timeout=seconds(model.idle_timeout_s),
         retry_policy=RetryPolicy(
             retry_on=RETRY_ON,
-            num_retries=MAX_ENDPOINTS - 1,
+            # The endpoints of the pick, then others of the pool that have not been tried.
+            num_retries=MAX_RETRIES,
             retry_back_off=RetryPolicyRetryBackOff(
                 base_interval=seconds(0.005), max_interval=seconds(0.05)
             ),
@@ -95,6 +96,6 @@ def _action(model: EnvoyModel) -> RouteAction:
                     typed_config=Any.pack(PreviousHostsPredicate()),
                 )
             ],
-            host_selection_retry_max_attempts=5,
+            host_selection_retry_max_attempts=16,
         ),
     )

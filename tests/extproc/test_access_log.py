@@ -26,9 +26,17 @@ def metrics(pool):
 
 
 @pytest.fixture
-def service(metrics):
+def failed_now():
+    """Collect the endpoints that are reported as tried in vain."""
+    return []
+
+
+@pytest.fixture
+def service(metrics, failed_now):
     urls = {"10.0.0.5:8000": URL, "[2001:db8::1]:8000": "http://six:8000"}
-    return AccessLogService(metrics, lambda endpoint: urls.get(endpoint, endpoint))
+    return AccessLogService(
+        metrics, lambda endpoint: urls.get(endpoint, endpoint), failed_now.append
+    )
 
 
 def entry(address="10.0.0.5", code=200, cluster="default", attempts=1):
@@ -157,3 +165,34 @@ async def test_garbage_ends_the_stream_with_invalid_argument(call, metrics):
 
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert value(metrics, "vllm_extproc_requests_total", worker=URL, code="200") == 2
+
+
+PICK = "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1"
+
+
+@pytest.mark.parametrize(
+    ("pick", "attempts", "flag", "expected"),
+    [
+        (PICK, 1, "", []),
+        (PICK, 2, "", ["10.0.0.1:1"]),
+        (PICK, 3, "", ["10.0.0.1:1", "10.0.0.2:1"]),
+        (PICK, 5, "", ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"]),
+        (PICK, 2, "upstream_connection_failure", ["10.0.0.1:1", "10.0.0.2:1"]),
+        (PICK, 1, "upstream_connection_failure", ["10.0.0.1:1"]),
+        ("", 3, "upstream_connection_failure", []),
+    ],
+)
+def test_endpoints_tried_in_vain_are_reported(service, failed_now, pick, attempts, flag, expected):
+    """Those of the pick before the one that served, or all that were tried when none did."""
+    entry = HTTPAccessLogEntry()
+    common = entry.common_properties
+    common.upstream_request_attempt_count = attempts
+    if flag:
+        setattr(common.response_flags, flag, True)
+    if pick:
+        fields = common.metadata.filter_metadata["envoy.lb"].fields
+        fields["x-gateway-destination-endpoint"].string_value = pick
+
+    service.record(entry)
+
+    assert failed_now == expected

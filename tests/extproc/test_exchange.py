@@ -194,12 +194,12 @@ def test_streamed_without_waiting_answers_headers_at_the_last_chunk(reading, pol
 
 @pytest.mark.parametrize("mode", [NONE, STREAMED])
 def test_body_that_cannot_be_had_in_time_is_done_without(reading, policy, mode):
-    """Envoy sends no body before the headers are answered: the pick is made without it."""
+    """Envoy sends no body before the headers are answered: the policy finds an empty one."""
     (answer,) = parse(reading.receive(first(mode), 0.0))
 
     assert answer.WhichOneof("response") == "request_headers"
     assert endpoints(answer) == ALL
-    assert [request.body for request in policy.requests] == [None]
+    assert [request.body for request in policy.requests] == [b""]
 
 
 def test_full_duplex_holds_all_back_until_the_body_is_whole(reading, policy):

@@ -231,3 +231,26 @@ def test_counts_are_exact_after_any_ordering_of_events(sequence):
         lease.release()
     assert pool.in_flight == 0
     assert all(worker.in_flight == 0 for worker, _ in model.leases)
+
+
+def test_suspended_worker_is_no_candidate_until_it_is_resumed(pool, specs):
+    """It stays a member, for policies that keep its sessions."""
+    pool.apply(Reset(specs))
+    endpoint = pool.members[0].endpoint
+
+    assert pool.suspend(endpoint)
+    assert not pool.suspend(endpoint)
+    assert pool.candidates == pool.members[1:]
+    pool.resume(endpoint)
+    assert pool.candidates == pool.members
+    assert not pool.suspend("10.9.9.9:9")
+
+
+def test_when_all_are_suspended_one_must_be_tried(pool, specs):
+    """No request is refused because nobody is trusted."""
+    pool.apply(Reset(specs))
+
+    for worker in pool.members:
+        pool.suspend(worker.endpoint)
+
+    assert pool.candidates == pool.members

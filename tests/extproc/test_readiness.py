@@ -25,7 +25,8 @@ def test_ready_only_when_nothing_stands_against_it(pool, serving, workers, stopp
         or ("no healthy workers available" * (not workers))
         or ("envoy has not accepted a configuration yet" * (not serving))
     )
-    assert state == ReadinessState(not reason, 3 * workers, reason)
+    available = 0 if reason else 3 * workers
+    assert state == ReadinessState(not reason, 3 * workers, reason, available)
 
 
 def test_state_is_that_of_the_moment(pool, specs):
@@ -42,7 +43,10 @@ def test_state_is_that_of_the_moment(pool, specs):
 @pytest.mark.parametrize(
     ("state", "body"),
     [
-        (ReadinessState(True, 2), {"status": "ready", "healthy_workers": 2, "total_workers": 2}),
+        (
+            ReadinessState(True, 2, available=1),
+            {"status": "ready", "healthy_workers": 1, "total_workers": 2},
+        ),
         (
             ReadinessState(False, 2, "shutting down"),
             {"status": "not_ready", "reason": "shutting down", "total_workers": 2},

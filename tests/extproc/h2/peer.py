@@ -21,7 +21,7 @@ HEADERS = (
     (":scheme", "http"),
     (":path", METHOD),
     (":authority", "service"),
-    ("te", "trailers"),
+    ("te", "trailers"),  # codespell:ignore te
     ("content-type", "application/grpc"),
 )
 BLOCK = b"".join(

@@ -404,12 +404,12 @@ def test_largest_header_block_is_taken():
     """64 KB, in frames of 16 KB."""
     connection, events = connect()
     entry = b"\x00\x01a\x00"
-    block = BLOCK + entry * 1900
+    block = BLOCK + entry * 1800
 
     connection.receive(f.frame(f.HEADERS, 0, 1, block[:4000]))
     connection.receive(f.frame(f.CONTINUATION, f.END_HEADERS, 1, block[4000:]))
 
-    assert len(events.seen[0][2]) == len(HEADERS) + 1900
+    assert len(events.seen[0][2]) == len(HEADERS) + 1800
 
 
 def test_received_bytes_are_given_back():

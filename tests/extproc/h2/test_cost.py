@@ -165,6 +165,7 @@ def test_streams_that_are_over_leave_no_memory():
     assert len(connection) == 0
 
 
+@pytest.mark.slow
 def test_idle_stream_is_small():
     """Two KB at most, handler included."""
     handlers: list[Handler] = []
@@ -182,6 +183,7 @@ def test_idle_stream_is_small():
     assert held / 500 < 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["end", "reset", "finish", "lost", "fault"])
 def test_handlers_need_no_garbage_collection(how):
     """Call and handler know each other only while the call runs: no cycles for gc to find."""

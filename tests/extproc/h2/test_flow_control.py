@@ -153,6 +153,21 @@ def test_trailers_wait_for_the_data():
     assert connection.open_streams() == []
 
 
+def test_messages_that_wait_keep_their_order():
+    """Each is sent whole before the next, whatever the window cuts off."""
+    connection = opened(1, window=1)
+    for body in (b"abc", b"de", b"f"):
+        connection.send_data(1, body)
+
+    output = connection.output()
+    for increment in (1, 2, 5):
+        connection.receive(f.window_update(1, increment))
+        output += connection.output()
+
+    assert sizes(output) == [(1, 1), (1, 1), (1, 1), (1, 1), (1, 1), (1, 1)]
+    assert bodies(output) == {1: b"abcdef"}
+
+
 def test_reset_drops_what_waits():
     """The others get the window."""
     connection = opened(1, 3, window=2**20)

@@ -1,0 +1,184 @@
+"""Workers that fail before they answer: another one serves, and the client notices nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from tests.e2e.client import Connection, ask, openai_error
+from tests.e2e.conftest import BODY_FLAGS, StartRouter
+from tests.e2e.harness import Router, Sim, refusing_url
+from tests.e2e.raw_worker import RawWorker, Received, Stream, respond, unique_path
+
+pytestmark = pytest.mark.envoy
+
+REQUESTS = 50
+StartWorker = Callable[..., RawWorker]
+
+
+def _refuses(_start_worker: StartWorker, count: int) -> list[str]:
+    return [refusing_url() for _ in range(count)]
+
+
+def _hangs_up(start_worker: StartWorker, count: int) -> list[str]:
+    return start_worker(count, hangs_up=True).urls
+
+
+FAILURES = {"refuses": _refuses, "hangs up": _hangs_up}
+
+
+@pytest.fixture
+def start_failing_router(
+    start_router: StartRouter, start_worker: StartWorker, plugin_env: dict[str, str]
+) -> Callable[..., tuple[Router, RawWorker]]:
+    """Start a router before workers with the *failures* and *sound* sound ones."""
+
+    def start(mode: str, failures: Sequence[str], sound: int) -> tuple[Router, RawWorker]:
+        worker = start_worker(sound)
+        failing = [url for failure in failures for url in FAILURES[failure](start_worker, 1)]
+        return start_router([*failing, *worker.urls], *BODY_FLAGS[mode], env=plugin_env), worker
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("mode", "failures", "sound"),
+    [
+        ("headers_only", ["refuses"], 1),
+        ("headers_only", ["hangs up"], 1),
+        ("headers_only", ["refuses"], 2),
+        ("headers_only", ["refuses", "refuses"], 1),
+        ("buffered", ["refuses", "hangs up"], 1),
+        ("full_duplex", ["hangs up", "refuses"], 1),
+    ],
+)
+async def test_next_worker_serves(
+    start_failing_router: Callable[..., tuple[Router, RawWorker]],
+    mode: str,
+    failures: list[str],
+    sound: int,
+) -> None:
+    """Every request is answered with 200, its body is whole, and it reaches one worker only.
+
+    Small bodies, then 1 MB with its length announced and in chunks, several at once.
+    """
+    router, worker = start_failing_router(mode, failures, sound)
+    paths = [unique_path() for _ in range(REQUESTS)]
+    bodies = [b'{"n": %d}' % number for number in range(REQUESTS)]
+    noise = random.Random(6)
+
+    async def send_large(number: int) -> None:
+        body = noise.randbytes(1_000_000)
+        path = unique_path()
+        if number % 2:
+            response = await ask(router.port, "POST", path, body=body)
+        else:
+            pieces = [body[at : at + 50_000] for at in range(0, len(body), 50_000)]
+            response = await ask(router.port, "POST", path, chunks=pieces)
+        assert response.status == 200, response
+        assert worker.only(path).sha256 == hashlib.sha256(body).hexdigest()
+
+    async with Connection(router.port) as connection:
+        statuses = [
+            (await connection.ask("POST", path, body=body)).status
+            for path, body in zip(paths, bodies, strict=True)
+        ]
+    for _ in range(2):
+        await asyncio.gather(*(send_large(number) for number in range(4)))
+
+    assert statuses == [200] * REQUESTS
+    assert [worker.only(path).body for path in paths] == bodies
+    await router.until_idle()
+
+
+async def test_worker_that_dies_with_the_request_in_its_hands(
+    any_router: Router, worker: RawWorker
+) -> None:
+    """Before the head of an answer nothing is lost: the other worker gets the request."""
+    router = any_router
+    dies, lives = worker.ports
+
+    async def answer(request: Received, stream: Stream) -> None:
+        if request.port == dies:
+            stream.reset()
+        else:
+            await respond(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")(request, stream)
+
+    served = []
+    for number in range(10):
+        path = worker.on(unique_path(), answer)
+        response = await ask(router.port, "POST", path, body=b'{"n": %d}' % number)
+        assert response.status == 200, response
+        served.append([request.port for request in worker.received(path)])
+
+    assert all(ports in ([lives], [dies, lives]) for ports in served)
+    assert [dies, lives] in served
+    await router.until_idle()
+
+
+async def test_stream_that_breaks_does_not_look_whole(
+    any_router: Router, worker: RawWorker
+) -> None:
+    """After the head of an answer nothing is tried again: the client sees that it was cut."""
+    router = any_router
+
+    async def answer(_request: Received, stream: Stream) -> None:
+        await stream.open_events()
+        await stream.event("half")
+        stream.reset()
+
+    path = worker.on(unique_path(), answer)
+    async with Connection(router.port) as connection:
+        await connection.send("POST", path, body=b"{}")
+        response = await connection.head()
+        with pytest.raises((EOFError, OSError)):
+            await connection.body()
+
+    assert response.status == 200
+    assert len(worker.received(path)) == 1
+    await router.until_idle()
+
+
+@pytest.mark.parametrize(
+    ("mode", "failures"),
+    [
+        ("headers_only", ["refuses"]),
+        ("headers_only", ["hangs up", "refuses", "hangs up", "refuses"]),
+        ("buffered", ["refuses"]),
+        ("full_duplex", ["hangs up"]),
+    ],
+)
+async def test_no_worker_can_be_reached(
+    start_failing_router: Callable[..., tuple[Router, RawWorker]], mode: str, failures: list[str]
+) -> None:
+    """503 as OpenAI words errors, without an address in it."""
+    router, _ = start_failing_router(mode, failures, 0)
+
+    response = await ask(router.port, "POST", "/v1/chat/completions", body=b'{"model": "m"}')
+
+    assert response.status == 503
+    error = openai_error(response)
+    assert error["code"] == "worker_connection_failed"
+    everything = f"{response.headers}{response.body.decode()}"
+    for secret in ("127.0.0.1", "localhost", "refused", "upstream", "envoy", "delayed"):
+        assert secret not in everything.lower()
+    await router.until_idle()
+
+
+async def test_worker_comes_back(start_router: StartRouter, start_sim: Callable[..., Sim]) -> None:
+    """A worker that is started again gets its requests again."""
+    sim = start_sim()
+    router = start_router([sim.url])
+    assert (await ask(router.port, "GET", "/v1/models")).status == 200
+
+    sim.end()
+    away = await ask(router.port, "GET", "/v1/models")
+    start_sim(port=sim.port)
+    back = await ask(router.port, "GET", "/v1/models")
+
+    assert away.status == 503
+    assert back.status == 200
