@@ -8,12 +8,14 @@ import pytest
 
 from tests.e2e import harness
 from tests.e2e.client import Connection
+from tests.e2e.conftest import StartRouter
 from tests.e2e.harness import Router
 from tests.e2e.raw_worker import RawWorker, Received, Signal, Stream, unique_path
 
 pytestmark = pytest.mark.envoy
 
 EVENTS = 5
+LONG_STREAM_S = 62
 
 
 async def test_client_has_each_event_before_the_worker_sends_the_next(
@@ -136,3 +138,39 @@ async def test_slow_reader_slows_the_worker_only(router: Router, worker: RawWork
         connection.abort()
 
     assert held < 64, f"{held} MB were taken for a client that read 1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+async def test_stream_of_a_minute_ends_well(start_router: StartRouter, worker: RawWorker) -> None:
+    """Envoy outlives its end: the lengths of real generations are minutes.
+
+    With ``ext_proc_graceful_grpc_close`` Envoy 1.40.0 crashes when a stream ends that lasted 54 s (see
+    ADR 2).
+    """
+    router = start_router(worker.urls, "--policy", "round_robin")
+    envoy = router.envoy_pid
+
+    async def answer(_request: Received, stream: Stream) -> None:
+        await stream.open_events()
+        for number in range(LONG_STREAM_S // 2):
+            await stream.event(f"token {number}")
+            await asyncio.sleep(2)
+        await stream.close_events()
+
+    path = worker.on(unique_path(), answer)
+
+    async def client() -> bytes:
+        async with Connection(router.port) as connection:
+            await connection.send("POST", path, body=b'{"stream": true}')
+            await connection.head()
+            for _ in range(LONG_STREAM_S // 2):
+                await connection.event()
+            return await connection.body()
+
+    rests = await asyncio.gather(*(client() for _ in range(3)))
+
+    assert rests == [b"data: [DONE]\n\n"] * 3
+    await asyncio.sleep(1)  # the crash came right after the end
+    assert router.envoy_pid == envoy
+    assert router.in_flight() == 0
