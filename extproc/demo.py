@@ -40,7 +40,6 @@ curl -i {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
 
 {python} - <<'EOF'
 from openai import OpenAI
-
 client = OpenAI(base_url="{base_url}/v1", api_key="none")
 messages = [{{"role": "user", "content": "Hello"}}]
 for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):

@@ -219,7 +219,8 @@ class Launcher:
         admin = str(directory / "envoy-admin.sock")
         if len(admin.encode()) > MAX_UNIX_PATH_BYTES:
             raise ConfigError(
-                f"{directory} is too long a path for sockets; set TMPDIR to a shorter one"
+                f"{admin} is longer than the {MAX_UNIX_PATH_BYTES} bytes of a socket's path;"
+                " set TMPDIR to a shorter directory"
             )
         self._admin = EnvoyAdmin(admin)
         self._config = msgspec.structs.replace(

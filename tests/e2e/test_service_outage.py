@@ -319,7 +319,8 @@ async def test_garbage_to_the_service_hurts_nobody(start_policy_router: StartRou
         # a body before its headers: request_body { end_of_stream: true }
         statuses["body first"] = await call(METHODS[0], _grpc(b"\x22\x02\x10\x01"))
         statuses["unknown"] = await call("/envoy.service.ext_proc.v3.ExternalProcessor/Other", b"")
-        statuses["foreign"] = await call("/grpc.health.v1.Health/Check", _grpc(b""))
+        statuses["foreign"] = await call("/grpc.reflection.v1.ServerReflection/X", _grpc(b""))
+        statuses["health"] = await call("/grpc.health.v1.Health/Check", _grpc(b""))
         served = load.served
         await until(lambda: load.served > served + 100, 20, "the clients are served")
 
@@ -328,6 +329,7 @@ async def test_garbage_to_the_service_hurts_nobody(start_policy_router: StartRou
         **dict.fromkeys([*METHODS, "body first"], "3"),  # INVALID_ARGUMENT
         "unknown": "12",  # UNIMPLEMENTED
         "foreign": "12",
+        "health": "0",
     }
     assert router.service_pid == service
     assert harness.alive(service)
