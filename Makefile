@@ -26,7 +26,7 @@ sync: $(STAMP) ## Make or refresh the virtual environment
 run: $(STAMP) ## Two simulated workers, Envoy and the service; Ctrl-C stops all of it
 	@$(BIN)/vllm-extproc demo --serve $(ARGS)
 
-demo: $(STAMP) ## The same, plus one streamed chat through the OpenAI SDK
+demo: $(STAMP) ## The same, plus two streamed conversations through the OpenAI SDK
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
 test: $(STAMP) ## All tests, the ones with a real Envoy included

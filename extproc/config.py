@@ -56,9 +56,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be configured."""
 
-    host: Annotated[str, Meta(description="IP address on which Envoy serves clients.")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        str, Meta(description="IP address on which Envoy serves clients, or localhost.")
+    ] = "127.0.0.1"
     port: Annotated[Port, Meta(description="Port on which Envoy serves clients.")] = 30000
     worker_urls: Annotated[
         tuple[str, ...],
@@ -93,7 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(description="cache_aware: characters that one worker may have in the tree."),
     ] = None
     virtual_nodes: Annotated[
-        Annotated[int, Meta(ge=1)] | None,
+        Annotated[int, Meta(ge=1, le=10_000)] | None,
         Meta(description="consistent_hash: virtual nodes of a worker."),
     ] = None
     balance_factor: Annotated[

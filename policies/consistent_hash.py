@@ -15,6 +15,9 @@ from policies.registry import register
 from policies.selection import contains, uniform
 from policies.session import HashFallback, header_session, lower_case, session_key
 
+MAX_VIRTUAL_NODES = 10_000
+"""More makes nothing more even, and changes of a large pool slow."""
+
 
 @register("consistent_hash")
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -54,8 +57,10 @@ class ConsistentHash:
 
     def __post_init__(self) -> None:
         self.session_headers = lower_case(self.session_headers)
-        if self.virtual_nodes < 1:
-            raise ValueError(f"virtual_nodes must be >= 1, got {self.virtual_nodes}")
+        if not 1 <= self.virtual_nodes <= MAX_VIRTUAL_NODES:
+            raise ValueError(
+                f"virtual_nodes must be from 1 to {MAX_VIRTUAL_NODES}, got {self.virtual_nodes}"
+            )
         if self.balance_factor is not None and self.balance_factor < 1:
             raise ValueError(f"balance_factor must be >= 1, got {self.balance_factor}")
         self._ring = HashRing(self.virtual_nodes)
