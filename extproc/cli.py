@@ -112,8 +112,10 @@ def config_from(parsed: argparse.Namespace) -> Config:
 
 def _flag_names(field: str) -> list[str]:
     names = [f"--{field.replace('_', '-')}"]
-    if field == "session_headers":
-        names.insert(0, "--session-header")  # reads better when given once, or several times
+    if field in ("session_headers", "worker_weights"):
+        names.insert(
+            0, names[0].removesuffix("s")
+        )  # reads better when given once, or several times
     return names
 
 

@@ -28,6 +28,7 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]  # a year: Envoy takes no infinite durations
 
 
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 POLICY_OPTIONS = frozenset(
     {
@@ -63,6 +64,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_urls: Annotated[
         tuple[str, ...],
         Meta(description="URLs of the workers, for example http://10.0.0.5:8000."),
+    ] = ()
+    worker_weights: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Weights of workers as URL=WEIGHT, for example http://10.0.0.5:8000=2; 1"
+            " where none is given."
+        ),
     ] = ()
     policy: Annotated[
         str | PolicyConfig,
@@ -215,11 +223,32 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for name in ("host", "prometheus_host"):
             check_ip(name, getattr(self, name))
         self.workers()
+        self.weights()
         for name in self.session_headers:
             if not HEADER_NAME.fullmatch(name.lower()):
                 raise ValueError(f"session_headers: {name!r} is not a header name")
             if name.lower() in CREDENTIAL_HEADERS:
                 raise ValueError(f"session_headers: {name!r} holds credentials and stays in Envoy")
+
+    def weights(self) -> dict[str, float]:
+        """Return the parsed ``worker_weights`` by worker URL."""
+        known = {worker.url for worker in self.workers()}
+        found: dict[str, float] = {}
+        for text in self.worker_weights:
+            url, separator, value = text.rpartition("=")
+            url = url.rstrip("/")
+            if not separator or url not in known:
+                raise ValueError(f"worker_weights: {text!r} names no worker; expected URL=WEIGHT")
+            try:
+                weight = float(value)
+            except ValueError:
+                weight = 0.0
+            if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+                raise ValueError(
+                    f"worker_weights: expected a number from {MIN_WEIGHT} to {MAX_WEIGHT}, got {text!r}"
+                )
+            found[url] = weight
+        return found
 
     def workers(self) -> tuple[WorkerUrl, ...]:
         """Return the parsed ``worker_urls``."""

@@ -148,7 +148,10 @@ class Service:
     async def _follow_discovery(self) -> None:
         last_known = LastKnown(Address.parse(self._config.grpc_address))
         async for update in static.watch(
-            self._config.workers(), report=_report_unresolved, last_known=last_known.load()
+            self._config.workers(),
+            report=_report_unresolved,
+            last_known=last_known.load(),
+            weights=self._config.weights(),
         ):
             if self.pool.apply(update):
                 _log_update(update)

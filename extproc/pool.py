@@ -114,15 +114,15 @@ class Pool:
         self.candidates = available or self.members
 
     def _others(self, url: str) -> list[WorkerSpec]:
-        return [WorkerSpec(w.url, w.endpoint) for w in self.members if w.url != url]
+        return [WorkerSpec(w.url, w.endpoint, w.weight) for w in self.members if w.url != url]
 
     def _reset(self, specs: Iterable[WorkerSpec]) -> bool:
         known = self._by_url
         workers: dict[str, Worker] = {}
         for spec in specs:
             worker = known.get(spec.url)
-            if worker is None or worker.endpoint != spec.endpoint:
-                worker = Worker(url=spec.url, endpoint=spec.endpoint, order=self._next_order)
+            if worker is None or (worker.endpoint, worker.weight) != (spec.endpoint, spec.weight):
+                worker = Worker(spec.url, spec.endpoint, self._next_order, weight=spec.weight)
                 self._next_order += 1
             workers[spec.url] = worker
         if workers == known:

@@ -44,10 +44,12 @@ async def watch(
     report: Report,
     resolver: Resolver = resolve,
     last_known: Mapping[str, str] | None = None,
+    weights: Mapping[str, float] | None = None,
 ) -> AsyncIterator[Update]:
     """Yield a ``Reset`` with all that is known, and another whenever names resolve or move.
 
-    *last_known*: endpoints by URL from an earlier run, for names that cannot be resolved now.
+    *last_known*: endpoints by URL from an earlier run, for names that cannot be resolved now. *weights* by
+    URL; 1 where there is none.
     """
     names = sorted({worker.host for worker in urls if not is_ip(worker.host)})
     known = last_known or {}
@@ -65,7 +67,11 @@ async def watch(
                 endpoints[worker.url] = join_host_port(answer, worker.port)
         # One update per look-up, however many names moved.
         update = Reset(
-            tuple(WorkerSpec(w.url, endpoints[w.url]) for w in urls if w.url in endpoints)
+            tuple(
+                WorkerSpec(w.url, endpoints[w.url], (weights or {}).get(w.url, 1.0))
+                for w in urls
+                if w.url in endpoints
+            )
         )
         if update != told:
             told = update

@@ -15,6 +15,9 @@ class WorkerSpec:
     endpoint: str
     """``ip:port``; Envoy's endpoint discovery takes no host names."""
 
+    weight: float = 1.0
+    """Share of the traffic relative to others."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reset:

@@ -340,3 +340,29 @@ def test_wrong_policy_parameter_is_named(params, message):
     """Because msgspec would drop unknown keys of a dataclass without a word."""
     with pytest.raises(ConfigError, match=message):
         build_policy(Config(policy=PolicyConfig(name="tunable", params=params)))
+
+
+def test_weights_are_given_by_url():
+    """Others have 1; the last word of a worker counts."""
+    config = load(
+        None,
+        {
+            "worker_urls": ["http://10.0.0.1:1", "http://10.0.0.2:1/"],
+            "worker_weights": ["http://10.0.0.2:1/=2.5"],
+        },
+    )
+
+    assert config.weights() == {"http://10.0.0.2:1": 2.5}
+
+
+@pytest.mark.parametrize(
+    "weight",
+    ["http://10.0.0.9:1=2", "http://10.0.0.1:1", "http://10.0.0.1:1=", "2"]
+    + [f"http://10.0.0.1:1={value}" for value in ("0", "-1", "nan", "inf", "x", "1000")],
+)
+def test_weight_that_makes_no_sense_is_refused(weight):
+    """In one sentence that names it."""
+    with pytest.raises(ConfigError, match="worker_weights") as caught:
+        load(None, {"worker_urls": ["http://10.0.0.1:1"], "worker_weights": [weight]})
+
+    assert repr(weight) in str(caught.value)

@@ -254,3 +254,14 @@ def test_when_all_are_suspended_one_must_be_tried(pool, specs):
         pool.suspend(worker.endpoint)
 
     assert pool.candidates == pool.members
+
+
+def test_worker_with_another_weight_is_a_new_one(pool, specs):
+    """Policies that keep something by weight see it come and go."""
+    pool.apply(Reset(specs))
+    before = pool.members[0]
+
+    pool.apply(Reset((dataclasses.replace(specs[0], weight=2.0), *specs[1:])))
+
+    (heavy,) = [worker for worker in pool.members if worker.url == before.url]
+    assert (heavy.weight, heavy is before) == (2.0, False)

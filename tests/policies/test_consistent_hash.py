@@ -187,7 +187,7 @@ def test_bound_leaves_sessions_in_place_while_there_is_room():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"virtual_nodes": 0}, "virtual_nodes must be >= 1, got 0"),
+        ({"virtual_nodes": 0}, "virtual_nodes must be from 1 to 10000, got 0"),
         ({"balance_factor": 0.99}, "balance_factor must be >= 1, got 0.99"),
     ],
 )
