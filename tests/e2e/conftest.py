@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import body_policy, harness
+from tests.e2e import harness
 from tests.e2e.harness import Router, Sim
 from tests.e2e.raw_worker import RawWorker
 
@@ -75,7 +75,8 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plugin_env(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Return the environment in which the policy ``e2e_body`` is installed."""
     site = tmp_path_factory.mktemp("site")
-    shutil.copy(body_policy.__file__, site / "e2e_body_policy.py")
+    # By path: importing it would register the policy in this process, for every other test to see.
+    shutil.copy(Path(__file__).with_name("body_policy.py"), site / "e2e_body_policy.py")
     info = site / "e2e_body_policy-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: e2e-body-policy\nVersion: 1.0\n")
