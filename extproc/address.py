@@ -63,8 +63,7 @@ class WorkerUrl:
     @classmethod
     def parse(cls, text: str) -> WorkerUrl:
         """Read ``http://host[:port]``; ``ValueError`` says what is wrong and what is expected."""
-        if "@" in text:  # not repeated: it may hold a password
-            raise ValueError("worker URL with a user or password; expected http://host:port")
+        _refuse_at_sign(text)
         hint = f"worker URL {text!r}: expected http://host:port"
         if not text.isprintable() or " " in text:
             raise ValueError(f"{hint}, without spaces or control characters")
@@ -87,6 +86,17 @@ class WorkerUrl:
         elif not is_ip(host) and not _HOST_NAME.fullmatch(host):
             raise ValueError(f"{hint}; {host!r} is neither an IP address nor a host name")
         return cls(url=text.rstrip("/"), host=host, port=port)
+
+
+def _refuse_at_sign(text: str) -> None:
+    """Refuse ranks, users and passwords; a password is not repeated."""
+    _, at_sign, after = text.rpartition("@")
+    if at_sign and after.isdecimal():
+        raise ValueError(
+            "worker URL with a rank (URL@rank): data-parallel ranks are not supported yet"
+        )
+    if at_sign:
+        raise ValueError("worker URL with a user or password; expected http://host:port")
 
 
 def is_ip(host: str) -> bool:

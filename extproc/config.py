@@ -162,7 +162,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Seconds,
         Meta(
             description="Seconds that Envoy waits for a decision before it goes on without one (or"
-            " answers 504 with --fail-closed)."
+            " answers 503 with --fail-closed)."
         ),
     ] = 5
     body_mode: Annotated[

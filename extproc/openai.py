@@ -19,7 +19,8 @@ MAX_PROMPTS = 16
 """Prompts of a batch that are looked at: every one costs a match per endpoint and an insert."""
 
 MAX_PROMPT_CHARS = 2**20
-"""How much of each prompt is looked at. What follows a beginning that long cannot change the pick."""
+"""How much of each prompt is looked at. Prompts that agree for that long count as the same: it bounds what one request
+can cost the others."""
 
 OPENING_CHARS = 256
 """How much of a plain prompt counts as its opening. Long enough to tell prompts apart, short enough to

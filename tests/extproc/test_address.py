@@ -269,3 +269,9 @@ def test_split_undoes_join(host, port):
     found, same_port = split_host_port(join_host_port(host, port))
 
     assert (ipaddress.ip_address(found), same_port) == (ipaddress.ip_address(host), port)
+
+
+def test_rank_of_a_worker_is_refused_as_what_it_is():
+    """Whoever comes from vLLM Router is told so, not that a password is wrong."""
+    with pytest.raises(ValueError, match="data-parallel ranks are not supported yet"):
+        WorkerUrl.parse("http://10.0.0.5:8000@1")
