@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench bench-policies proto docs golden build lock clean
+.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ check: lint types imports test ## What CI runs
 
 bench: $(STAMP) ## Envoy alone against Envoy with the service: rate, latency, CPU, memory
 	@$(BIN)/python -m tests.bench.run $(ARGS)
+
+bench-registry: $(STAMP) ## What a change of workers costs, with up to 1,000 of them
+	@$(BIN)/python -m tests.bench.registry $(ARGS)
 
 bench-policies: $(STAMP) ## What a pick and the prefix tree cost
 	@$(BIN)/python -m tests.bench.policies $(ARGS)

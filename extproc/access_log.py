@@ -64,7 +64,7 @@ class AccessLogService:
             if address.address
             else ""
         )
-        metrics.requests.labels(worker, str(entry.response.response_code.value)).inc()
+        metrics.count_request(worker, str(entry.response.response_code.value))
         flags = common.response_flags
         failed = flags.upstream_connection_failure or flags.upstream_remote_reset
         if common.upstream_request_attempt_count > 1 or failed:

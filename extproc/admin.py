@@ -1,28 +1,70 @@
-"""The HTTP shell: probes, reached through Envoy, and Prometheus metrics on a port of their own."""
+"""The HTTP shell: the admin API, reached through Envoy, and Prometheus metrics on a port of their own."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
 from aiohttp import web
 from prometheus_client import CollectorRegistry, exposition
 
-from extproc.errors import error_body
+from extproc import admin_info, admin_probes, admin_workers
+from extproc.address import Address
+from extproc.admin_endpoint import Admin, ApiError, Endpoint, error_answer
+from extproc.admin_guard import judge
+from extproc.config import Config
+from extproc.fleet import Fleet
+from extproc.generation_check import GenerationCheck
+from extproc.log import cap
 from extproc.readiness import Readiness
-from policies.base import Policy, SessionKeeper
+from extproc.worker_client import WorkerClient
+from policies.base import Policy
 
-READINESS: web.AppKey[Readiness] = web.AppKey("readiness", Readiness)
-POLICY: web.AppKey[Policy] = web.AppKey("policy", Policy)
+MAX_BODY_BYTES = 2**20
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *admin_probes.ENDPOINTS,
+    *admin_workers.ENDPOINTS,
+    *admin_info.ENDPOINTS,
+)
+"""All of them, in the order of the documentation."""
+
+ADMIN: web.AppKey[Admin] = web.AppKey("admin", Admin)
 REGISTRY: web.AppKey[CollectorRegistry] = web.AppKey("registry", CollectorRegistry)
 
+log = structlog.get_logger(__name__)
 
-def build_admin_app(readiness: Readiness, policy: Policy) -> web.Application:
-    """Return ``/liveness``, ``/readiness``, ``/health`` and ``/finish_session``."""
-    app = web.Application()
-    app[READINESS] = readiness
-    app[POLICY] = policy
-    app.router.add_get("/liveness", _liveness)
-    app.router.add_get("/readiness", _readiness)
-    app.router.add_get("/health", _health)
-    app.router.add_post("/finish_session", _finish_session)
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def build_admin_app(
+    *,
+    readiness: Readiness,
+    fleet: Fleet,
+    client: WorkerClient,
+    config: Config,
+    policies: Callable[[], Iterable[Policy]],
+) -> web.Application:
+    """Return the probes and the admin API; *policies* returns those in force."""
+    app = web.Application(middlewares=[_errors, _guard], client_max_size=MAX_BODY_BYTES)
+    admin = app[ADMIN] = Admin(
+        readiness=readiness,
+        fleet=fleet,
+        client=client,
+        config=config,
+        policies=policies,
+        generation=GenerationCheck(fleet.registry, client),
+    )
+    # Longer paths first: /workers/{url} matches those that end in /drain too.
+    for endpoint in sorted(ENDPOINTS, key=lambda endpoint: -len(endpoint.path)):
+        handler = functools.partial(endpoint.handler, admin)
+        # A URL or a model's name has slashes.
+        path = endpoint.path.replace("}", ":.+}")
+        if endpoint.method == "GET":
+            app.router.add_get(path, handler)
+        else:
+            app.router.add_route(endpoint.method, path, handler)
     app.on_response_prepare.append(_without_server)
     return app
 
@@ -40,35 +82,73 @@ async def _without_server(_request: web.Request, response: web.StreamResponse) -
     response.headers.pop("Server", None)
 
 
-async def _liveness(_request: web.Request) -> web.Response:
-    return web.Response(text="OK")
+@web.middleware
+async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answer every error as JSON."""
+    try:
+        return await handler(request)
+    except ApiError as error:
+        return error_answer(error.status, error.code, str(error), extra=error.extra)
+    except web.HTTPException as error:
+        return _http_error(request, error)
+    except web.RequestPayloadError:
+        return error_answer(400, "INVALID_REQUEST", "the body cannot be read")
+    except Exception:
+        log.exception("admin request failed", method=request.method, path=cap(request.path))
+        return error_answer(500, "INTERNAL_ERROR", "the request failed; the router's log says why")
 
 
-async def _readiness(request: web.Request) -> web.Response:
-    state = request.app[READINESS].state()
-    return web.json_response(state.body(), status=200 if state.ready else 503)
+def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    """Return the answer for what aiohttp finds wrong with a request."""
+    match error:
+        case web.HTTPMethodNotAllowed():
+            allowed = ", ".join(sorted(error.allowed_methods))
+            message = f"{cap(request.method)} is not allowed here; allowed: {allowed}"
+            return error_answer(405, "METHOD_NOT_ALLOWED", message, headers={"Allow": allowed})
+        case web.HTTPNotFound():
+            return error_answer(404, "NOT_FOUND", "there is nothing at this path")
+        case web.HTTPRequestEntityTooLarge():
+            message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+            return error_answer(413, "PAYLOAD_TOO_LARGE", message)
+        case _:
+            return error_answer(error.status, "INVALID_REQUEST", error.reason)
 
 
-async def _health(request: web.Request) -> web.Response:
-    state = request.app[READINESS].state()
-    if state.ready:
-        return web.Response(text="OK")
-    return web.Response(status=503, text=state.reason)
-
-
-async def _finish_session(request: web.Request) -> web.Response:
-    """End a session for policies that remember them; answers as vLLM Router does."""
-    session = request.query.get("session_id", "")
-    if not session:
-        body = error_body(
-            400, "missing_session_id", "Name the session: /finish_session?session_id=..."
+@web.middleware
+async def _guard(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Let only administrators through, but for what is open to everybody."""
+    if not _is_open(request):
+        config = request.app[ADMIN].config
+        denial = judge(
+            lambda name: request.headers.getall(name, []),
+            admin_api_key=config.admin_api_key,
+            listens_on=_hosts(config),
         )
-        return web.Response(status=400, text=body, content_type="application/json")
-    policy = request.app[POLICY]
-    if isinstance(policy, SessionKeeper):
-        policy.finish_session(session)
-    # Not whether it was known: clients must not learn who else is here.
-    return web.json_response({"status": "ok", "session_id": session})
+        if denial is not None:
+            log.info(
+                "admin request denied",
+                method=request.method,
+                path=cap(request.path),
+                reason=denial.message,
+            )
+            headers = {"WWW-Authenticate": "Bearer"} if denial.status == 401 else None
+            return error_answer(denial.status, denial.code, denial.message, headers=headers)
+    return await handler(request)
+
+
+def _hosts(config: Config) -> list[str]:
+    """Return the hosts on which the API can be reached."""
+    own = Address.parse(config.admin_address)
+    # A Unix socket is for this user alone.
+    return [config.host] if own.path else [config.host, own.host]
+
+
+_OPEN = frozenset(endpoint.path for endpoint in ENDPOINTS if endpoint.is_open)
+_OPEN_PREFIXES = tuple(path.partition("{")[0] for path in _OPEN if "{" in path)
+
+
+def _is_open(request: web.Request) -> bool:
+    return request.path in _OPEN or request.path.startswith(_OPEN_PREFIXES)
 
 
 async def _metrics(request: web.Request) -> web.Response:

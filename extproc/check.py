@@ -7,50 +7,45 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from extproc.address import Address, WorkerUrl, is_ip, join_host_port
-from extproc.config import Config
+from extproc.address import Address
+from extproc.config import Config, build_policy
+from extproc.discovery import file
+from extproc.discovery.updates import Reset
 from extproc.envoy_binary import find_envoy
+from extproc.envoy_settings import envoy_model, registry_settings
 from extproc.errors import ConfigError
-from extproc.main import DEFAULT_POOL, envoy_model
+from extproc.named_files import check_files
+from extproc.registry import Registry
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
-from extproc.xds.model import PoolModel
+from extproc.xds.model import EnvoyModel
 from extproc.xds.standalone import build_standalone
 
 VALIDATE_TIMEOUT_S = 60.0
+DEFAULT_ENVOY_ADMIN = "127.0.0.1:9901"
 
 
-def render_envoy_config(config: Config, *, static: bool, envoy_admin: str) -> str:
+def render_envoy_config(config: Config, *, static: bool) -> str:
     """Return the YAML for an Envoy of the user's own."""
     grpc = Address.parse(config.grpc_address)
-    try:
-        admin = Address.parse(envoy_admin)
-    except ValueError as error:
-        raise ConfigError(f"--envoy-admin-address: {error}") from error
+    admin = Address.parse(config.envoy_admin_address or DEFAULT_ENVOY_ADMIN)
     if not static:
-        return to_yaml(build_bootstrap(grpc, admin))
-    endpoints = tuple(_resolve(worker) for worker in config.workers())
-    model = envoy_model(config, (PoolModel(DEFAULT_POOL, endpoints),))
+        return to_yaml(build_bootstrap(grpc, admin, config.envoy_events_dir))
+    model, problems = _model(config)
+    if problems:
+        raise ConfigError(problems[0])
     return to_yaml(build_standalone(model, grpc, admin))
 
 
 def check(config: Config) -> None:
     """Say whether *config* and the Envoy configuration made of it are valid; raise if not."""
-    unresolved = []
-    endpoints = []
-    for worker in config.workers():
-        try:
-            endpoints.append(_resolve(worker))
-        except ConfigError as error:
-            unresolved.append(str(error))
-    model = envoy_model(config, (PoolModel(DEFAULT_POOL, tuple(endpoints)),))
-    text = to_yaml(
-        build_standalone(model, Address.parse(config.grpc_address), Address("127.0.0.1", 9901))
-    )
+    model, problems = _model(config)
+    grpc = Address.parse(config.grpc_address)
+    text = to_yaml(build_standalone(model, grpc, Address.parse(DEFAULT_ENVOY_ADMIN)))
     print("configuration: valid")
-    for warning in unresolved:
-        print(f"warning: {warning}; it is tried again while the router runs")
-    if not config.worker_urls:
-        print("warning: no worker_urls; every request will be answered with 503")
+    for problem in problems:
+        print(f"warning: {problem}; it is tried again while the router runs")
+    if not model.clusters[0].endpoints and not problems and not config.worker_dns:
+        print("warning: no workers; every request will be answered with 503 until one is added")
     try:
         binary = find_envoy(config.envoy_path)
     except ConfigError as error:
@@ -58,6 +53,23 @@ def check(config: Config) -> None:
         return
     _validate(binary, text)
     print(f"Envoy configuration: valid ({binary.name} --mode validate)")
+
+
+def _model(config: Config) -> tuple[EnvoyModel, list[str]]:
+    """Return the data plane of the workers that the configuration names, and what stands in the way."""
+    registry = Registry(lambda: build_policy(config), registry_settings(config))
+    registry.apply("static", Reset(config.specs()), 0)
+    if config.worker_file:
+        registry.apply("file", Reset(file.load(Path(config.worker_file))), 0)
+    problems = []
+    for host in sorted(registry.hosts()):
+        try:
+            registry.on_address(host, _resolve(host))
+        except ConfigError as error:
+            problems.append(str(error))
+    registry.commit(0)
+    check_files(config)
+    return envoy_model(config, registry.clusters), problems
 
 
 def _validate(binary: Path, text: str) -> None:
@@ -75,12 +87,9 @@ def _validate(binary: Path, text: str) -> None:
         raise ConfigError(f"Envoy refuses the configuration: {done.stderr.strip()}")
 
 
-def _resolve(worker: WorkerUrl) -> str:
-    if is_ip(worker.host):
-        return join_host_port(worker.host, worker.port)
+def _resolve(host: str) -> str:
     try:
-        found = socket.getaddrinfo(worker.host, None, type=socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(f"worker name {worker.host!r} cannot be resolved: {error}") from error
-    address = min(found, key=lambda info: info[0] != socket.AF_INET)[4][0]
-    return join_host_port(str(address), worker.port)
+        raise ConfigError(f"worker name {host!r} cannot be resolved: {error}") from error
+    return str(min(found, key=lambda info: info[0] != socket.AF_INET)[4][0])

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from extproc import __version__, log
+from extproc import __version__, log, router_arguments
 from extproc.config import Config, load, policy_default
 from extproc.errors import ConfigError
 from extproc.sim import command as sim
@@ -64,12 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
         help="everything in one file (listener, routes, workers) instead of a bootstrap that gets"
         " it from the service",
     )
-    envoy_config.add_argument(
-        "--envoy-admin-address",
-        default="127.0.0.1:9901",
-        help="Envoy's own admin endpoint: host:port or unix:/path",
-    )
-
     check = add("check", _check, "Check a configuration without starting anything.")
     check.add_argument("config_file", nargs="?", type=Path, metavar="CONFIG", help="YAML file")
     add_config_flags(check)
@@ -81,6 +75,14 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--workers", type=int, default=2, help="simulated workers to start")
     demo.add_argument("--serve", action="store_true", help="send nothing; serve until Ctrl-C")
     add_config_flags(demo)
+
+    workers = add(
+        "workers", _workers, "Show, add, remove or drain the workers of a running router."
+    )
+    router_arguments.add_workers_arguments(workers)
+
+    top = add("top", _top, "Watch the workers of a running router.")
+    router_arguments.add_top_arguments(top)
     return parser
 
 
@@ -112,10 +114,14 @@ def config_from(parsed: argparse.Namespace) -> Config:
 
 def _flag_names(field: str) -> list[str]:
     names = [f"--{field.replace('_', '-')}"]
-    if field in ("session_headers", "worker_weights"):
-        names.insert(
-            0, names[0].removesuffix("s")
-        )  # reads better when given once, or several times
+    # These read better in the singular when given once, or several times.
+    singular = {
+        "session_headers": "--session-header",
+        "worker_weights": "--worker-weight",
+        "model_aliases": "--model-alias",
+    }
+    if field in singular:
+        names.insert(0, singular[field])
     return names
 
 
@@ -167,11 +173,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _envoy_config(parsed: argparse.Namespace) -> int:
     from extproc.check import render_envoy_config
 
-    sys.stdout.write(
-        render_envoy_config(
-            config_from(parsed), static=parsed.static, envoy_admin=parsed.envoy_admin_address
-        )
-    )
+    sys.stdout.write(render_envoy_config(config_from(parsed), static=parsed.static))
     return 0
 
 
@@ -196,3 +198,15 @@ def _demo(parsed: argparse.Namespace) -> int:
         config = msgspec.structs.replace(config, log_level="warning")
     log.configure(config.log_level, config.log_dir, "launcher")
     return demo.run(config, workers=parsed.workers, serve=parsed.serve)
+
+
+def _workers(parsed: argparse.Namespace) -> int:
+    from extproc import workers_command
+
+    return workers_command.run(parsed)
+
+
+def _top(parsed: argparse.Namespace) -> int:
+    from extproc import top
+
+    return top.run(parsed)

@@ -7,8 +7,13 @@ a meaning differs, ``docs/policies.md`` says so. The table in ``docs/configurati
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
+import ipaddress
+import os
 import re
+import socket
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +24,10 @@ import yaml
 from msgspec import Meta
 
 from extproc.address import Address, WorkerUrl, is_ip
+from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
+from extproc.discovery.updates import WorkerSpec
 from extproc.errors import ConfigError
+from extproc.models import is_model_name
 from extproc.xds.model import CREDENTIAL_HEADERS
 from policies import registry
 from policies.base import Policy
@@ -28,7 +36,12 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]  # a year: Envoy takes no infinite durations
 
 
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+SECRETS = frozenset({"admin_api_key", "worker_api_key"})
+"""Options whose values are never shown."""
+
+HEALTH_PATH = re.compile(r"/[!-~]*")
+TOKEN = re.compile(r"[!-~]*")
+TLS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 POLICY_OPTIONS = frozenset(
     {
@@ -72,6 +85,142 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " where none is given."
         ),
     ] = ()
+    worker_file: Annotated[
+        str,
+        Meta(
+            description="YAML or JSON file with a list of workers (URLs, or mappings with url, weight,"
+            " model, labels), followed as it changes."
+        ),
+    ] = ""
+    worker_dns: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="URLs whose host name stands for many workers, such as a headless Service:"
+            " every address is one. Looked up again and again."
+        ),
+    ] = ()
+    worker_dns_interval_secs: Annotated[
+        Seconds, Meta(description="Seconds between two look-ups of --worker-dns.")
+    ] = 5
+    worker_startup_timeout_secs: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that a worker may take to become healthy before it is called unhealthy;"
+            " the start waits that long for the first one."
+        ),
+    ] = 600
+    worker_startup_check_interval: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds between two health checks of a worker that is not healthy, at most;"
+            " never more than 5."
+        ),
+    ] = 30
+    worker_poll_interval_secs: Annotated[
+        Seconds,
+        Meta(description="Seconds between two readings of a worker's /v1/models and /metrics."),
+    ] = 10
+    worker_drain_timeout_secs: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds after which a worker that is drained is removed though requests are"
+            " under way; they finish all the same."
+        ),
+    ] = 600
+    worker_api_key: Annotated[
+        str,
+        Meta(
+            description="Bearer token with which the service asks workers for their models and the like."
+        ),
+    ] = ""
+    worker_ca_file: Annotated[
+        str,
+        Meta(
+            description="File with the certificates (PEM) that vouch for https workers. Empty: those of"
+            " the system."
+        ),
+    ] = ""
+    worker_tls_server_name: Annotated[
+        str,
+        Meta(
+            description="Name that https workers are asked for (SNI) and that their certificates must"
+            " carry. Empty: the host of the worker's URL."
+        ),
+    ] = ""
+    worker_tls_insecure: Annotated[
+        bool, Meta(description="Take any certificate of an https worker. For tests.")
+    ] = False
+    health_check_endpoint: Annotated[
+        str, Meta(description="Path of a worker that answers 200 when it is healthy.")
+    ] = "/health"
+    health_check_interval_secs: Annotated[
+        Seconds, Meta(description="Seconds between two health checks of a healthy worker.")
+    ] = 60
+    health_check_timeout_secs: Annotated[
+        Seconds, Meta(description="Seconds after which a health check has failed.")
+    ] = 5
+    health_failure_threshold: Annotated[
+        int, Meta(ge=1, le=1000, description="Failed checks in a row that make a worker unhealthy.")
+    ] = 3
+    health_success_threshold: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1000,
+            description="Passed checks in a row that make an unhealthy worker healthy; a new one"
+            " needs one.",
+        ),
+    ] = 2
+    when_none_healthy: Annotated[
+        Literal["refuse", "try"],
+        Meta(
+            description="When no worker is healthy: answer 503 at once, or send requests to one anyway."
+        ),
+    ] = "refuse"
+    model_aliases: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Names for models as ALIAS=MODEL, for example gpt-4=llama-3; replaced in the"
+            " request's body."
+        ),
+    ] = ()
+    default_model: Annotated[
+        str,
+        Meta(
+            description="Model for requests that name none, or one that no worker serves. Empty: such a"
+            " name gets 404 when workers serve several models."
+        ),
+    ] = ""
+    lora_any: Annotated[
+        bool,
+        Meta(
+            description="Send requests for a LoRA adapter to any worker of its model when none that has"
+            " loaded it is healthy: workers can load it."
+        ),
+    ] = False
+    intra_node_data_parallel_size: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1024,
+            description="Data-parallel ranks of each worker, each picked as a worker of its own; 0: as"
+            " many as its metrics show.",
+        ),
+    ] = 1
+    dp_rank_offset: Annotated[
+        Literal["local", "global"],
+        Meta(
+            description="How ranks are numbered: on each node from 0, or over all nodes (hybrid load"
+            " balancing of vLLM)."
+        ),
+    ] = "local"
+    admin_api_key: Annotated[
+        str,
+        Meta(
+            description="Bearer token that the admin API asks for. Empty: the API is open, but only when"
+            " --host and --admin-address are loopback addresses (or the latter a Unix socket)."
+        ),
+    ] = ""
     policy: Annotated[
         str | PolicyConfig,
         Meta(description="Policy that picks the worker: its name, in a file also {name, params}."),
@@ -193,6 +342,21 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             " through Envoy: host:port or unix:/path. `launch` chooses a Unix socket."
         ),
     ] = "127.0.0.1:9003"
+    envoy_admin_address: Annotated[
+        str,
+        Meta(
+            description="Envoy's own admin endpoint, asked which workers it finds healthy: host:port or"
+            " unix:/path. Empty: Envoy is not followed, and every worker counts as healthy. `launch` sets"
+            " it."
+        ),
+    ] = ""
+    envoy_events_dir: Annotated[
+        str,
+        Meta(
+            description="Directory in which Envoy logs health checks and ejections, which the service"
+            " reads. `launch` sets it."
+        ),
+    ] = ""
     envoy_path: Annotated[
         str,
         Meta(
@@ -215,29 +379,57 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
 
     def __post_init__(self) -> None:
-        for name in ("grpc_address", "admin_address"):
-            try:
-                Address.parse(getattr(self, name))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from error
+        for name in ("grpc_address", "admin_address", "envoy_admin_address"):
+            if getattr(self, name) or name != "envoy_admin_address":
+                try:
+                    Address.parse(getattr(self, name))
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
         for name in ("host", "prometheus_host"):
             check_ip(name, getattr(self, name))
-        self.workers()
-        self.weights()
+        for name in sorted(SECRETS):
+            if not TOKEN.fullmatch(getattr(self, name)):
+                raise ValueError(f"{name}: expected visible ASCII characters without spaces")
+        self._check_workers()
+        self._check_paths()
         for name in self.session_headers:
             if not HEADER_NAME.fullmatch(name.lower()):
                 raise ValueError(f"session_headers: {name!r} is not a header name")
             if name.lower() in CREDENTIAL_HEADERS:
                 raise ValueError(f"session_headers: {name!r} holds credentials and stays in Envoy")
 
+    def _check_workers(self) -> None:
+        self.weights()
+        self.aliases()
+        self.dns_names()
+        for url in self.workers():
+            if self.is_own_address(url):
+                raise ValueError(f"worker URL {str(url)!r} is this router itself")
+        if self.worker_tls_server_name:
+            check_tls_name(self.worker_tls_server_name)
+
+    def _check_paths(self) -> None:
+        if not HEALTH_PATH.fullmatch(self.health_check_endpoint):
+            raise ValueError(
+                "health_check_endpoint: expected a path such as /health, got"
+                f" {self.health_check_endpoint!r}"
+            )
+        if self.envoy_events_dir and not self.envoy_events_dir.startswith("/"):
+            raise ValueError(
+                f"envoy_events_dir: expected an absolute path, got {self.envoy_events_dir!r}"
+            )
+
     def weights(self) -> dict[str, float]:
-        """Return the parsed ``worker_weights`` by worker URL."""
-        known = {worker.url for worker in self.workers()}
+        """Return the parsed ``worker_weights`` by worker."""
+        known = {str(worker) for worker in self.workers()}
         found: dict[str, float] = {}
         for text in self.worker_weights:
             url, separator, value = text.rpartition("=")
-            url = url.rstrip("/")
-            if not separator or url not in known:
+            key = ""
+            if separator:
+                with contextlib.suppress(ValueError):
+                    key = str(WorkerUrl.parse(url))
+            if key not in known:
                 raise ValueError(f"worker_weights: {text!r} names no worker; expected URL=WEIGHT")
             try:
                 weight = float(value)
@@ -247,18 +439,83 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(
                     f"worker_weights: expected a number from {MIN_WEIGHT} to {MAX_WEIGHT}, got {text!r}"
                 )
-            found[url] = weight
+            found[key] = weight
         return found
 
     def workers(self) -> tuple[WorkerUrl, ...]:
         """Return the parsed ``worker_urls``."""
         workers = tuple(WorkerUrl.parse(url) for url in self.worker_urls)
-        seen: set[tuple[str, int]] = set()
+        ranks: dict[str, set[int | None]] = {}
         for worker in workers:
-            if (worker.host, worker.port) in seen:
-                raise ValueError(f"worker URL {worker.url!r} is given twice")
-            seen.add((worker.host, worker.port))
+            seen = ranks.setdefault(worker.url, set())
+            if worker.rank in seen or (seen and None in {worker.rank, *seen}):
+                raise ValueError(f"worker URL {str(worker)!r} is given twice")
+            seen.add(worker.rank)
         return workers
+
+    def specs(self) -> tuple[WorkerSpec, ...]:
+        """Return ``worker_urls`` with their weights."""
+        weights = self.weights()
+        return tuple(WorkerSpec(url, weights.get(str(url), 1.0)) for url in self.workers())
+
+    def dns_names(self) -> tuple[WorkerUrl, ...]:
+        """Return the parsed ``worker_dns``."""
+        urls = tuple(WorkerUrl.parse(url) for url in self.worker_dns)
+        for url in urls:
+            if url.rank is not None:
+                raise ValueError(
+                    f"worker_dns: {str(url)!r} names a rank; expected http://name:port"
+                )
+        if len(set(urls)) < len(urls):
+            raise ValueError("worker_dns: a URL is given twice")
+        return urls
+
+    def aliases(self) -> dict[str, str]:
+        """Return the parsed ``model_aliases``."""
+        found: dict[str, str] = {}
+        for text in self.model_aliases:
+            alias, separator, model = text.partition("=")
+            if not separator or not is_model_name(alias) or not is_model_name(model):
+                raise ValueError(f"model_aliases: expected ALIAS=MODEL, got {text!r}")
+            if alias in found:
+                raise ValueError(f"model_aliases: {alias!r} is given twice")
+            found[alias] = model
+        for alias, model in found.items():
+            if model in found:
+                raise ValueError(f"model_aliases: {alias}={model} names another alias")
+        return found
+
+    def is_own_address(self, url: WorkerUrl) -> bool:
+        """Tell whether *url* is where clients connect to this router: a request would go in circles."""
+        host = "127.0.0.1" if url.host == "localhost" else url.host
+        return is_ip(host) and self.is_own(host, url.port)
+
+    def is_own(self, address: str, port: int) -> bool:
+        """Tell whether clients connect to this router at an IP *address* and *port*."""
+        if port != self.port:
+            return False
+        listens, asked = ipaddress.ip_address(bind_ip(self.host)), ipaddress.ip_address(address)
+        if listens.is_unspecified:
+            return asked.is_loopback or address in own_addresses()
+        return asked == listens or (
+            asked.is_loopback and listens.is_loopback and asked.version == 6
+        )
+
+
+@functools.cache
+def own_addresses() -> frozenset[str]:
+    """Return the addresses that the system's resolver knows this machine by."""
+    try:
+        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+    except OSError:
+        return frozenset()
+    return frozenset(str(info[4][0]) for info in found)
+
+
+def check_tls_name(name: str) -> None:
+    """Refuse what cannot stand in a certificate as a server's name."""
+    if not is_ip(name) and not TLS_NAME.fullmatch(name):
+        raise ValueError(f"worker_tls_server_name: expected a host name, got {name!r}")
 
 
 def bind_ip(host: str) -> str:
@@ -320,6 +577,9 @@ def _parameters(cls: type[Policy]) -> set[str]:
 def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
     """Build the configuration of *path* (YAML; None: no file), each of *flags* replacing its key."""
     values: dict[str, Any] = {} if path is None else read_file(path)
+    for name in SECRETS:
+        if name not in values and (secret := environment_secret(name)):
+            values[name] = secret
     values.update(flags)
     try:
         config = msgspec.convert(values, Config)
@@ -330,12 +590,19 @@ def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
     return config
 
 
+def environment_secret(name: str) -> str:
+    """Return the option *name* from the environment, "" when it is not there; a process list shows flags."""
+    return os.environ.get(f"VLLM_EXTPROC_{name.upper()}", "")
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """Read a YAML mapping."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {_yaml_reason(error)}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if content is None:
@@ -343,3 +610,10 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigError(f"{path}: expected a mapping of options, got {type(content).__name__}")
     return content
+
+
+def _yaml_reason(error: yaml.MarkedYAMLError) -> str:
+    """Say what is wrong and where, without the line itself: it may hold a secret."""
+    mark = error.problem_mark or error.context_mark
+    where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
+    return f"{error.problem or error.context}{where}"

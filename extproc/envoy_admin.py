@@ -1,21 +1,22 @@
-"""Envoy's own admin endpoints, over its Unix socket."""
+"""Envoy's own admin endpoints."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-import aiohttp
+import msgspec
+
+from extproc.address import Address
+from extproc.local_http import ask
 
 TIMEOUT_S = 2.0
-_FAILURES = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class EnvoyAdmin:
     """A client of one Envoy."""
 
-    def __init__(self, socket_path: str) -> None:
-        self._path = socket_path
+    def __init__(self, address: Address) -> None:
+        self._address = address
 
     async def listening(self) -> bool:
         """Tell whether Envoy has a listener that accepts connections."""
@@ -37,6 +38,10 @@ class EnvoyAdmin:
         """Return the requests under way, or None when Envoy does not answer."""
         return await self._stat("http.ingress.downstream_rq_active")
 
+    async def clusters(self) -> bytes | None:
+        """Return all clusters with the state of their endpoints, as JSON; None when Envoy does not answer."""
+        return await self._bytes("GET", "/clusters?format=json")
+
     async def _stat(self, name: str) -> int | None:
         found = await self._request("GET", f"/stats?format=json&filter=^{name}$")
         if found is None:
@@ -45,19 +50,16 @@ class EnvoyAdmin:
 
     async def _request(self, method: str, path: str) -> dict[str, Any] | None:
         """Return the JSON answer ({} when it is text), or None on failure."""
-        try:
-            async with (
-                aiohttp.ClientSession(
-                    connector=aiohttp.UnixConnector(path=self._path),
-                    timeout=aiohttp.ClientTimeout(total=TIMEOUT_S),
-                ) as session,
-                session.request(method, f"http://envoy{path}") as response,
-            ):
-                if response.status != 200:
-                    return None
-                if response.content_type != "application/json":
-                    return {}
-                answer: dict[str, Any] = await response.json()
-                return answer
-        except _FAILURES:
+        body = await self._bytes(method, path)
+        if body is None:
             return None
+        try:
+            answer = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return {}
+        return answer if isinstance(answer, dict) else {}
+
+    async def _bytes(self, method: str, path: str) -> bytes | None:
+        """Return the body of the answer, or None on failure."""
+        answer = await ask(self._address, method, path, timeout_s=TIMEOUT_S)
+        return answer[1] if answer is not None and answer[0] == 200 else None

@@ -3,6 +3,7 @@
     ExtprocError
     +-- ConfigError      the user must change the configuration; the text says what
     +-- ProtocolError    Envoy sent what cannot come at this point; that one stream fails
+    +-- WorkerExistsError  an administrator adds a worker that is there already
 
 A refusal is not an error but a value: the router answers the client instead of routing. Its name is
 the ``code`` of the JSON body, the metric label and the log field at once.
@@ -27,11 +28,16 @@ class ProtocolError(ExtprocError):
     """A message that the ext_proc protocol does not allow here."""
 
 
+class WorkerExistsError(ExtprocError):
+    """The worker, or one that shares its ranks, is there already."""
+
+
 class Refusal(StrEnum):
     """Why a request is answered by the router."""
 
     NO_WORKER = "no_worker_available"
     PAYLOAD_TOO_LARGE = "payload_too_large"
+    MODEL_NOT_FOUND = "model_not_found"
 
 
 def refusal_status(refusal: Refusal) -> int:
@@ -41,6 +47,8 @@ def refusal_status(refusal: Refusal) -> int:
             return 503
         case Refusal.PAYLOAD_TOO_LARGE:
             return 413
+        case Refusal.MODEL_NOT_FOUND:
+            return 404
         case _:
             assert_never(refusal)
 
@@ -52,6 +60,8 @@ def refusal_message(refusal: Refusal) -> str:
             return "No worker is available to serve this request. Retry later."
         case Refusal.PAYLOAD_TOO_LARGE:
             return "The request body is larger than this router accepts."
+        case Refusal.MODEL_NOT_FOUND:
+            return "No worker serves the model that was asked for."
         case _:
             assert_never(refusal)
 

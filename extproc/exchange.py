@@ -36,7 +36,7 @@ from enum import Enum, auto
 
 from google.protobuf.struct_pb2 import Value
 
-from extproc.errors import ProtocolError, Refusal, error_body, refusal_message, refusal_status
+from extproc.errors import ProtocolError, Refusal, error_body, refusal_status
 from extproc.openai import parse_content
 from extproc.pool import Lease
 from extproc.router import Decision, Refused, Routed, Router
@@ -59,6 +59,12 @@ METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 REQUEST_ID_HEADER = "x-request-id"
+
+RANK_HEADER = "x-data-parallel-rank"
+"""Tells a vLLM engine which of its data-parallel ranks shall serve."""
+
+RANK_NAMESPACE = "vllm.rank"
+"""Dynamic metadata: the rank by endpoint, so that a retry elsewhere names the rank that is meant there."""
 
 DEFAULT_MAX_ROUTED_BYTES = 8 * 2**20
 
@@ -167,9 +173,8 @@ class Exchange:
 
     def close(self, now: float) -> None:
         """Give the worker back: the stream has ended."""
-        lease = self._lease
-        if lease is not None and lease.release():
-            self._router.on_done(lease.worker, now)
+        if self._lease is not None:
+            self._lease.release(now)
 
     def _learn_modes(self, message: ProcessingRequest) -> None:
         if not message.HasField("protocol_config"):
@@ -254,13 +259,22 @@ class Exchange:
 
     def _decide_collected(self, now: float, *, end_of_stream: bool) -> list[bytes]:
         chunks, self._chunks = self._chunks, []
-        answers = self._decide(b"".join(chunks), now)
-        if isinstance(self.decision, Refused):
+        body = b"".join(chunks)
+        answers = self._decide(body, now)
+        decision = self.decision
+        if not isinstance(decision, Routed):
             return answers
-        if not self._full_duplex:
+        if self._full_duplex:
+            if decision.body is not None:
+                body = decision.body
+            return [*answers, *_echo_request(HttpBody(body=body, end_of_stream=end_of_stream))]
+        if decision.body is None:
             return [*answers, *(_CONTINUE_REQUEST_BODY for _ in chunks)]
-        body = HttpBody(body=b"".join(chunks), end_of_stream=end_of_stream)
-        return [*answers, *_echo_request(body)]
+        # The first chunk becomes the whole body, the others nothing.
+        new = [
+            _replaced_chunk(decision.body if index == 0 else b"") for index in range(len(chunks))
+        ]
+        return [*answers, *new]
 
     def _decide(
         self, body: bytes | None, now: float, *, in_body: bool = False, body_follows: bool = False
@@ -279,22 +293,31 @@ class Exchange:
             return self._refuse(decision)
         self.decision = decision
         self._lease = decision.pool.acquire(decision.workers[0])
-        needs_id = not headers.get(REQUEST_ID_HEADER)
-        return [
-            self._routed(decision, in_body=in_body, body_follows=body_follows, needs_id=needs_id)
-        ]
+        answer = self._routed(decision, in_body=in_body, body_follows=body_follows, headers=headers)
+        return [answer]
 
     def _routed(
-        self, decision: Routed, *, in_body: bool, body_follows: bool, needs_id: bool
+        self,
+        decision: Routed,
+        *,
+        in_body: bool,
+        body_follows: bool,
+        headers: Mapping[str, str],
     ) -> bytes:
         answer = ProcessingResponse()
         common = (answer.request_body if in_body else answer.request_headers).response
         # The route was chosen before we were asked, without the cluster header.
         common.clear_route_cache = True
         mutation = common.header_mutation
+        first = decision.workers[0]
         endpoints = ",".join([worker.endpoint for worker in decision.workers])
-        _set_header(mutation.set_headers.add(), CLUSTER_HEADER, decision.pool.name)
-        if needs_id:
+        _set_header(mutation.set_headers.add(), CLUSTER_HEADER, first.cluster or decision.pool.name)
+        if in_body and decision.body is not None:
+            common.body_mutation.body = decision.body
+            if "content-length" in headers:
+                length = str(len(decision.body))
+                _set_header(mutation.set_headers.add(), "content-length", length)
+        if not headers.get(REQUEST_ID_HEADER):
             request_id = f"{self._ids.getrandbits(128):032x}"
             _set_header(mutation.set_headers.add(), REQUEST_ID_HEADER, request_id)
         if self._full_duplex:
@@ -305,6 +328,12 @@ class Exchange:
             answer.mode_override.response_header_mode = ProcessingMode.SKIP
         namespace = answer.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
         namespace.fields[ENDPOINT_KEY].string_value = endpoints
+        if first.rank is not None:
+            _set_header(mutation.set_headers.add(), RANK_HEADER, str(first.rank))
+        for worker in decision.workers:
+            if worker.rank is not None:
+                ranks = answer.dynamic_metadata.fields[RANK_NAMESPACE].struct_value
+                ranks.fields[worker.endpoint].string_value = str(worker.rank)
         return answer.SerializeToString()
 
     def _refuse(self, refused: Refused) -> list[bytes]:
@@ -316,7 +345,7 @@ class Exchange:
         answer = ProcessingResponse()
         immediate = answer.immediate_response
         immediate.status.code = status
-        immediate.body = error_body(status, refusal, refusal_message(refusal)).encode()
+        immediate.body = error_body(status, refusal, refused.message).encode()
         immediate.details = f"router_{refusal}"
         _set_header(immediate.headers.set_headers.add(), "content-type", "application/json")
         return [answer.SerializeToString()]
@@ -365,6 +394,16 @@ def _set_header(option: HeaderValueOption, name: str, value: str) -> None:
     option.header.key = name
     option.header.raw_value = value.encode()
     option.append_action = _OVERWRITE
+
+
+def _replaced_chunk(body: bytes) -> bytes:
+    answer = ProcessingResponse()
+    mutation = answer.request_body.response.body_mutation
+    if body:
+        mutation.body = body
+    else:
+        mutation.clear_body = True
+    return answer.SerializeToString()
 
 
 def _echo_request(body: HttpBody) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -32,6 +32,8 @@ from extproc.envoy_binary import find_envoy
 from extproc.errors import ConfigError
 from extproc.limits import raise_open_files
 from extproc.listening import check_free
+from extproc.local_http import ask
+from extproc.named_files import check_files
 from extproc.stop import stop_on_signals
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 
@@ -39,6 +41,9 @@ START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
 POLL_S = 0.02
 RESTART_DELAYS_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
+EVENT_FLUSH_MS = 20
+PROBE_TIMEOUT_S = 2.0
+MAX_READINESS_POLL_S = 0.5
 STABLE_AFTER_S = 30.0
 """A child that ran this long is restarted without delay again."""
 
@@ -73,6 +78,7 @@ class Launcher:
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until *stop* is set. ``ConfigError`` when the router cannot start."""
         self._check_ports()
+        check_files(self._config)
         directory = tempfile.mkdtemp(prefix="vllm-extproc-")
         try:
             self._write_files(Path(directory))
@@ -91,13 +97,10 @@ class Launcher:
             children["envoy"] = await self._start_envoy()
             await self._until(children, stopped, self._admin.listening)
             if not stop.is_set():
-                log.info(
-                    "router ready", url=self.base_url, **{n: c.pid for n, c in children.items()}
-                )
-                if on_ready is not None:
-                    on_ready()
+                log.info("router listening", url=self.base_url)
                 async with asyncio.TaskGroup() as tasks:
                     keepers = [
+                        tasks.create_task(self._announce(children, on_ready)),
                         tasks.create_task(self._keep(children, "service", self._start_service)),
                         tasks.create_task(self._keep(children, "envoy", self._start_envoy)),
                     ]
@@ -112,6 +115,26 @@ class Launcher:
             for name in ("envoy", "service"):
                 if name in children:
                     await children[name].stop(STOP_TIMEOUT_S)
+
+    async def _announce(
+        self, children: dict[str, Child], on_ready: Callable[[], None] | None
+    ) -> None:
+        """Say that the router is ready once a worker is healthy, or none was named, or time is up."""
+        limit_s = self._config.worker_startup_timeout_secs
+        healthy = 0
+        try:
+            async with asyncio.timeout(limit_s):
+                healthy = await self._healthy_workers()
+        except TimeoutError:
+            log.error("no worker became healthy in time", seconds=limit_s)
+        log.info(
+            "router ready",
+            url=self.base_url,
+            healthy_workers=healthy,
+            **{name: child.pid for name, child in children.items()},
+        )
+        if on_ready is not None:
+            on_ready()
 
     async def _keep(
         self, children: dict[str, Child], name: str, start: Callable[[], Awaitable[Child]]
@@ -185,6 +208,30 @@ class Launcher:
         writer.close()
         return True
 
+    async def _healthy_workers(self) -> int:
+        """Wait until a worker is healthy, or none is known that could be; return how many are."""
+        pause_s = POLL_S
+        while (healthy := await self._count_healthy()) is None:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_READINESS_POLL_S)
+        return healthy
+
+    async def _count_healthy(self) -> int | None:
+        """Return how many workers are healthy, or None while the first of them is waited for."""
+        address = Address.parse(self._config.admin_address)
+        answer = await ask(address, "GET", "/readiness", timeout_s=PROBE_TIMEOUT_S)
+        if answer is None:
+            return None
+        status, body = answer
+        try:
+            state = msgspec.json.decode(body, type=dict[str, Any])
+        except msgspec.DecodeError:
+            return None
+        if status == 200:
+            return int(state.get("healthy_workers", 0))
+        known = bool(state.get("total_workers")) or bool(self._config.worker_dns)
+        return None if known else 0
+
     async def _start_service(self) -> Child:
         # The configuration travels in a file that only this user can read: a process list shows flags.
         path = str(self._directory / "config.yaml")
@@ -203,6 +250,9 @@ class Launcher:
             ENVOY_LOG_LEVELS[config.log_level],
             "--drain-time-s",
             str(max(1, round(config.shutdown_grace_s))),
+            # Event logs are read as they grow; Envoy would hold lines back for 10 s.
+            "--file-flush-interval-msec",
+            str(EVENT_FLUSH_MS),
             # One line per request while the service is away, and per refused body, helps nobody.
             "--component-log-level",
             "ext_proc:error,http:critical",
@@ -222,14 +272,17 @@ class Launcher:
                 f"{admin} is longer than the {MAX_UNIX_PATH_BYTES} bytes of a socket's path;"
                 " set TMPDIR to a shorter directory"
             )
-        self._admin = EnvoyAdmin(admin)
+        self._admin = EnvoyAdmin(Address(path=admin))
         self._config = msgspec.structs.replace(
             self._config,
             grpc_address=f"unix:{directory / 'extproc.sock'}",
             admin_address=f"unix:{directory / 'admin.sock'}",
+            envoy_admin_address=f"unix:{admin}",
+            envoy_events_dir=str(directory),
         )
         config = yaml.safe_dump(msgspec.to_builtins(self._config))
-        bootstrap = build_bootstrap(Address.parse(self._config.grpc_address), Address(path=admin))
+        grpc = Address.parse(self._config.grpc_address)
+        bootstrap = build_bootstrap(grpc, Address(path=admin), str(directory))
         for name, text in (("config.yaml", config), ("envoy.yaml", to_yaml(bootstrap))):
             path = self._directory / name
             path.touch(mode=0o600)

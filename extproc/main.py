@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import gc
 import random
 import signal
 import socket
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import structlog
@@ -17,47 +20,52 @@ from extproc.access_log import AccessLogService
 from extproc.address import Address
 from extproc.admin import build_admin_app, build_metrics_app
 from extproc.config import Config, bind_ip, build_policy
-from extproc.discovery import static
+from extproc.discovery import dns, file, static
 from extproc.discovery.last_known import LastKnown
-from extproc.discovery.updates import Add, Remove, Reset, Update
+from extproc.discovery.names import Names
+from extproc.discovery.updates import Update
+from extproc.envoy_admin import EnvoyAdmin
+from extproc.envoy_settings import envoy_model, registry_settings
 from extproc.errors import ConfigError
+from extproc.fleet import Fleet
 from extproc.grpc_health import HealthService
 from extproc.grpc_server import GrpcServer
 from extproc.limits import raise_open_files
 from extproc.metrics import Metrics
-from extproc.pool import Pool
 from extproc.readiness import Readiness
+from extproc.registry import Change, Registry
 from extproc.router import Router
 from extproc.service import ExtProcService
+from extproc.signals.envoy_events import EnvoyEvents
+from extproc.signals.worker_poll import WorkerPoll
+from extproc.worker_client import WorkerClient
 from extproc.xds.ads import AdsService
-from extproc.xds.model import EnvoyModel, PoolModel
+from extproc.xds.bootstrap import OUTLIER_LOG
+from extproc.xds.endpoint import build_endpoints
+from extproc.xds.model import HEALTH_LOG, EnvoyModel
 from extproc.xds.snapshot import build_snapshot
 
-DEFAULT_POOL = "default"
 DRAIN_POLL_S = 0.02
-SUSPEND_S = 10.0
-"""How long a worker is left alone whose connections failed. Requests that find it still away are retried
-elsewhere, so a short time costs little."""
+TICK_S = 0.25
+STATIC_SOURCE = "static"
+SOURCE_LIMIT_S = 2.0
+"""How long a service that remembers nothing waits for its sources, before it tells Envoy that there are no
+workers."""
 
+SAVE_S = 0.05
+FORGET_S = 600.0
+"""How long the metrics of a worker outlive it: scrapes in between must see its last figures."""
+
+SUSPEND_S = 10.0
+"""How long a worker is left alone whose connections failed, as long as there are others. Requests that find
+it still away are retried elsewhere, so a short time costs little."""
+
+HTTP_SHUTDOWN_S = 2.0
+MAX_HEADER_BYTES = 65536
 MESSAGE_OVERHEAD_BYTES = 2**20
 """What a message may have beside the body: headers, attributes, Envoy's description of itself."""
 
 log = structlog.get_logger(__name__)
-
-
-def envoy_model(config: Config, pools: tuple[PoolModel, ...]) -> EnvoyModel:
-    """Return what Envoy must be told, from the configuration and the workers known now."""
-    return EnvoyModel(
-        host=bind_ip(config.host),
-        port=config.port,
-        admin_address=Address.parse(config.admin_address),
-        pools=pools,
-        max_payload_bytes=config.max_payload_size,
-        idle_timeout_s=config.request_timeout_secs,
-        decision_timeout_s=config.decision_timeout_secs,
-        fail_closed=config.fail_closed,
-        full_duplex=config.body_mode == "full_duplex",
-    )
 
 
 class Service:
@@ -65,10 +73,16 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.pool = Pool(DEFAULT_POOL)
-        policy = self._policy = build_policy(config)
-        self.metrics = Metrics(policy.name, [self.pool])
-        router = Router(self.pool, policy, random.Random())
+        self.registry = Registry(lambda: build_policy(config), registry_settings(config))
+        self.fleet = Fleet(self.registry, time.time)
+        policy = self.registry.pools[0].policy
+        self.metrics = Metrics(policy.name, self.registry)
+        router = Router(
+            self.registry,
+            random.Random(),
+            aliases=config.aliases(),
+            default_model=config.default_model,
+        )
         self._extproc = ExtProcService(
             router,
             self.metrics,
@@ -76,10 +90,32 @@ class Service:
             max_body_bytes=config.max_payload_size,
             max_routed_bytes=config.max_routed_body,
         )
-        self._access_log = AccessLogService(self.metrics, self.pool.url_of, self._on_failed)
-        self._ads = AdsService(build_snapshot(self._model()), self.metrics)
-        self._discovered = asyncio.Event()
-        self.readiness = Readiness(self.pool, self._ads.serving)
+        self._access_log = AccessLogService(self.metrics, self.registry.url_of, self._on_failed)
+        self._last_known = LastKnown(_memory_path(config))
+        self._save_due = False
+        sources = self._sources()
+        self._static, self._others = sources.pop(STATIC_SOURCE), sources
+        memory, now = self._last_known.load(), self.fleet.now()
+        self.registry.restore(memory, now, sources=(STATIC_SOURCE, *sources))
+        self.registry.commit(now)
+        self._ads = AdsService(build_snapshot(self._model()), self.metrics, self._first_endpoints)
+        self.registry.accepts = self._ads.accepts
+        self._ads.on_accepted = self.fleet.commit_soon
+        self.readiness = Readiness(self.registry, self._ads.serving)
+        self._client = WorkerClient(
+            api_key=config.worker_api_key,
+            ca_file=config.worker_ca_file,
+            tls_server_name=config.worker_tls_server_name,
+            tls_insecure=config.worker_tls_insecure,
+        )
+        self._names = Names(self.fleet.on_address, self.fleet.on_unresolved)
+        self._poll = WorkerPoll(
+            self.fleet,
+            self._client,
+            interval_s=config.worker_poll_interval_secs,
+            rng=random.Random(),
+        )
+        self.fleet.subscribe(self._on_change)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
@@ -92,13 +128,37 @@ class Service:
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
-        async with asyncio.TaskGroup() as tasks:
-            discovery = tasks.create_task(self._follow_discovery())
-            # Envoy may still be serving for a service that died: tell it of no fewer workers.
-            await self._discovered.wait()
+        async with self._client, asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(self._names.run()),
+                tasks.create_task(self._poll.run()),
+                tasks.create_task(self._keep_time()),
+            ]
+            # Envoy may still be serving for a service that died, which is why what that one knew was
+            # restored first: Envoy is told of no fewer workers.
+            async for update in self._static:
+                self.fleet.on_update(STATIC_SOURCE, update)
+            self._names.want(self.registry.hosts())
+            heard = [asyncio.Event() for _ in self._others]
+            background += [
+                tasks.create_task(self._follow(name, source, event))
+                for (name, source), event in zip(self._others.items(), heard, strict=True)
+            ]
+            if not self.registry.engines:  # nothing was remembered
+                await _until_all(heard, SOURCE_LIMIT_S)
+            if config.envoy_admin_address:
+                events = self._envoy_events()
+                await events.catch_up()
+                background.append(tasks.create_task(events.run()))
             await _serve_grpc(server, Address.parse(config.grpc_address))
             admin = Address.parse(config.admin_address)
-            app = build_admin_app(self.readiness, self._policy)
+            app = build_admin_app(
+                readiness=self.readiness,
+                fleet=self.fleet,
+                client=self._client,
+                config=config,
+                policies=lambda: [pool.policy for pool in self.registry.all_pools()],
+            )
             runners.append(await _serve_http(app, admin, "--admin-address"))
             if config.prometheus_port:
                 metrics = Address(host=bind_ip(config.prometheus_host), port=config.prometheus_port)
@@ -109,29 +169,99 @@ class Service:
                 "service ready",
                 grpc=config.grpc_address,
                 admin=config.admin_address,
-                workers=len(self.pool.candidates),
+                workers=len(self.registry.engines),
             )
             # What lives now lives for ever: a full collection need not look at it, 80 ms each time.
             gc.collect()
             gc.freeze()
             await stop.wait()
             self.readiness.stopping = True
-            log.info("service stopping", in_flight=self.pool.in_flight)
-            discovery.cancel()
+            log.info("service stopping", in_flight=self._in_flight)
+            for task in background:
+                task.cancel()
             await self._drain(server)
             for runner in runners:
                 await runner.cleanup()
 
+    @property
+    def _in_flight(self) -> int:
+        return sum(pool.in_flight for pool in self.registry.all_pools())
+
+    def _sources(self) -> dict[str, AsyncIterator[Update]]:
+        """Return the discovery sources by name."""
+        config = self._config
+        sources: dict[str, AsyncIterator[Update]] = {STATIC_SOURCE: static.watch(config.specs())}
+        if config.worker_file:
+            sources["file"] = file.watch(Path(config.worker_file), report=_report_file)
+        for url in config.dns_names():
+            sources[f"dns {url}"] = dns.watch(
+                url,
+                report=functools.partial(_report_dns, url.host),
+                interval_s=config.worker_dns_interval_secs,
+            )
+        return sources
+
+    async def _follow(self, name: str, source: AsyncIterator[Update], heard: asyncio.Event) -> None:
+        async for update in source:
+            self.fleet.on_update(name, update)
+            heard.set()
+
+    async def _keep_time(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.fleet.tick()
+
+    def _envoy_events(self) -> EnvoyEvents:
+        config = self._config
+        admin = EnvoyAdmin(Address.parse(config.envoy_admin_address))
+        directory = config.envoy_events_dir
+        if directory:
+            try:
+                Path(directory).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(
+                    f"--envoy-events-dir: cannot make {directory}: {error.strerror}"
+                ) from error
+        logs = [Path(directory) / name for name in (HEALTH_LOG, OUTLIER_LOG)] if directory else []
+        return EnvoyEvents(self.registry.verdicts, admin, logs, self.fleet.on_verdicts)
+
+    def _on_change(self, change: Change) -> None:
+        """Tell Envoy, and remember, what the workers are."""
+        if change.clusters:
+            self._ads.publish(build_snapshot(self._model()))
+        if change.members:
+            self._names.want(self.registry.hosts())
+        for engine in change.removed:
+            asyncio.get_running_loop().call_later(FORGET_S, self._forget, engine.spec.url.url)
+        # Together with what else changes in this moment.
+        if not self._save_due:
+            self._save_due = True
+            asyncio.get_running_loop().call_later(SAVE_S, self._save)
+
+    def _save(self) -> None:
+        self._save_due = False
+        try:
+            self._last_known.save(self.registry.memory())
+        except OSError as error:
+            log.warning("workers cannot be remembered", reason=str(error))
+
+    def _forget(self, url: str) -> None:
+        """Drop the metrics of a worker that is gone for good."""
+        if all(engine.spec.url.url != url for engine in self.registry.engines):
+            self.metrics.forget_worker(url)
+
     def _on_failed(self, endpoint: str) -> None:
-        """Leave a worker alone for a while that Envoy could not reach: it is Envoy that knows."""
-        if self.pool.suspend(endpoint):
-            worker = self.pool.url_of(endpoint)
+        """Prefer others to a worker that Envoy could not reach."""
+        if self.registry.suspend(endpoint, suspended=True):
+            self.fleet.commit()
+            worker = self.registry.url_of(endpoint)
             log.warning("worker suspended: it cannot be reached", worker=worker, seconds=SUSPEND_S)
             asyncio.get_running_loop().call_later(SUSPEND_S, self._resume, endpoint)
 
     def _resume(self, endpoint: str) -> None:
-        self.pool.resume(endpoint)
-        log.info("worker tried again", worker=self.pool.url_of(endpoint))
+        if self.registry.suspend(endpoint, suspended=False):
+            self.fleet.commit()
+            log.info("worker tried again", worker=self.registry.url_of(endpoint))
 
     async def _drain(self, server: GrpcServer) -> None:
         """Take no new streams; end when the last request has, or with the grace time.
@@ -141,30 +271,32 @@ class Service:
         server.drain()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.shutdown_grace_s
-        while self.pool.in_flight and loop.time() < deadline:
+        while self._in_flight and loop.time() < deadline:
             await asyncio.sleep(DRAIN_POLL_S)
         await server.stop()
 
-    async def _follow_discovery(self) -> None:
-        last_known = LastKnown(Address.parse(self._config.grpc_address))
-        async for update in static.watch(
-            self._config.workers(),
-            report=_report_unresolved,
-            last_known=last_known.load(),
-            weights=self._config.weights(),
-        ):
-            if self.pool.apply(update):
-                _log_update(update)
-                self._ads.publish(build_snapshot(self._model()))
-                try:
-                    last_known.save(self.pool.members)
-                except OSError as error:
-                    log.warning("workers cannot be remembered", reason=str(error))
-            self._discovered.set()
-
     def _model(self) -> EnvoyModel:
-        endpoints = tuple(worker.endpoint for worker in self.pool.members)
-        return envoy_model(self._config, (PoolModel(self.pool.name, endpoints),))
+        return envoy_model(self._config, self.registry.clusters)
+
+    def _first_endpoints(self) -> dict[str, bytes]:
+        """Return the endpoints that a cluster may start with; see ``xds.subscription``."""
+        good = self.registry.good_endpoints()
+        return {view.name: build_endpoints(view, only=good) for view in self.registry.clusters}
+
+
+def _memory_path(config: Config) -> Path | None:
+    """Return where the service remembers its workers: beside its socket, else with Envoy's event logs."""
+    grpc = Address.parse(config.grpc_address)
+    if grpc.path:
+        return Path(f"{grpc.path}.workers")
+    return Path(config.envoy_events_dir) / "workers.json" if config.envoy_events_dir else None
+
+
+async def _until_all(events: list[asyncio.Event], limit_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            for event in events:
+                await event.wait()
 
 
 def run(config: Config) -> int:
@@ -205,7 +337,16 @@ async def _serve_grpc(server: GrpcServer, address: Address) -> None:
 
 
 async def _serve_http(app: web.Application, address: Address, flags: str) -> web.AppRunner:
-    runner = web.AppRunner(app, access_log=None, handle_signals=False)
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handle_signals=False,
+        handler_cancellation=True,  # whoever waits for a worker may go away
+        shutdown_timeout=HTTP_SHUTDOWN_S,
+        # As Envoy: it has refused what is longer.
+        max_line_size=MAX_HEADER_BYTES,
+        max_field_size=MAX_HEADER_BYTES,
+    )
     await runner.setup()
     _remove_stale_socket(address)
     site: web.BaseSite
@@ -242,15 +383,17 @@ def _only_for_this_user(address: Address) -> None:
         Path(address.path).chmod(0o600)
 
 
-def _report_unresolved(url: str, reason: str) -> None:
-    log.warning("worker name cannot be resolved", worker=url, reason=reason)
+def _report_file(reason: str) -> None:
+    if reason:
+        log.error("worker file cannot be used; the last good one stays", reason=reason)
+    else:
+        log.info("worker file can be used again")
 
 
-def _log_update(update: Update) -> None:
-    match update:
-        case Reset(workers):
-            log.info("workers set", workers=[worker.url for worker in workers])
-        case Add(worker):
-            log.info("worker added", worker=worker.url, endpoint=worker.endpoint)
-        case Remove(url):
-            log.info("worker removed", worker=url)
+def _report_dns(name: str, reason: str) -> None:
+    if reason:
+        log.warning(
+            "worker name cannot be looked up; its last workers stay", name=name, reason=reason
+        )
+    else:
+        log.info("worker name can be looked up again", name=name)

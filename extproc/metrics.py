@@ -1,20 +1,23 @@
 """Prometheus metrics.
 
-In-flight figures are read from the pool when Prometheus asks, so the hot path pays nothing for them.
+Figures of workers are read from the registry when Prometheus asks, so the hot path pays nothing for them.
 Outcomes come from Envoy's access log, which knows the final status, the worker that really served and
 the attempts. Durations are in seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter as Counts
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from extproc.address import WorkerUrl, join_host_port
+from extproc.engine import State
 from extproc.errors import Refusal
-from extproc.pool import Pool
+from extproc.registry import Registry
 
 DECISION_BUCKETS_S = (
     1e-5,
@@ -35,11 +38,16 @@ REQUEST_BUCKETS_S = (
     0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800,
 )  # fmt: skip
 
+MAX_WORKERS = 20_000
+"""Workers with series of their own; requests of any beyond count under ``OTHER_WORKERS``."""
+
+OTHER_WORKERS = "other"
+
 
 class Metrics:
     """All metrics of one service, in a registry of their own."""
 
-    def __init__(self, policy: str, pools: Iterable[Pool]) -> None:
+    def __init__(self, policy: str, workers: Registry) -> None:
         registry = CollectorRegistry()
         self.registry = registry
         decisions = Counter(
@@ -71,6 +79,9 @@ class Metrics:
             ["worker", "code"],
             registry=registry,
         )
+        self._codes: dict[str, set[str]] = {}
+        """By worker, for the series of ``requests``."""
+
         self.retries = Counter(
             "vllm_extproc_retries",
             "Attempts after the first one that Envoy made.",
@@ -103,14 +114,31 @@ class Metrics:
             "Envoys that get their configuration from this service.",
             registry=registry,
         )
-        registry.register(_PoolCollector(tuple(pools)))
+        registry.register(_WorkerCollector(workers))
+
+    def count_request(self, worker: str, code: str) -> None:
+        """Count a request that *worker* served, empty when none did."""
+        if worker and worker not in self._codes and len(self._codes) >= MAX_WORKERS:
+            worker = OTHER_WORKERS
+        self._codes.setdefault(worker, set()).add(code)
+        self.requests.labels(worker, code).inc()
+
+    def forget_worker(self, url: str) -> None:
+        """Drop the series of a worker that is gone, also those under its address: it was gone by then."""
+        worker = WorkerUrl.parse(url)
+        for label in (worker.url, join_host_port(worker.host, worker.port)):
+            for code in self._codes.pop(label, ()):
+                self.requests.remove(label, code)
 
 
-class _PoolCollector(Collector):
-    def __init__(self, pools: tuple[Pool, ...]) -> None:
-        self._pools = pools
+class _WorkerCollector(Collector):
+    """Reads the registry when Prometheus asks."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
+        registry = self._registry
         in_flight = GaugeMetricFamily(
             "vllm_extproc_worker_in_flight",
             "Requests sent to the worker whose end has not been seen.",
@@ -124,11 +152,31 @@ class _PoolCollector(Collector):
             "Requests under way, those on removed workers included.",
             labels=["pool"],
         )
-        for pool in self._pools:
+        for pool in (*registry.pools, *registry.role_pools):
             workers.add_metric([pool.name], len(pool.candidates))
             total.add_metric([pool.name], pool.in_flight)
             for worker in pool.members:
                 in_flight.add_metric([pool.name, worker.url], worker.in_flight)
+        for pool in registry.retired:
+            total.add_metric([pool.name], pool.in_flight)
         yield in_flight
         yield workers
         yield total
+        yield from self._by_engine()
+
+    def _by_engine(self) -> Iterator[Metric]:
+        states = GaugeMetricFamily(
+            "vllm_extproc_worker_states", "Workers in each state.", labels=["state"]
+        )
+        counts = Counts(engine.state for engine in self._registry.engines)
+        for state in State:
+            states.add_metric([state], counts[state])
+        healthy = GaugeMetricFamily(
+            "vllm_extproc_worker_healthy",
+            "1 for a worker that is healthy, else 0.",
+            labels=["worker"],
+        )
+        for engine in self._registry.engines:
+            healthy.add_metric([engine.key], engine.state is State.HEALTHY)
+        yield states
+        yield healthy

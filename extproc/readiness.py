@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from extproc.pool import Pool
+from extproc.discovery.updates import WorkerType
+from extproc.engine import State
+from extproc.registry import Registry
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -14,6 +16,8 @@ class ReadinessState:
 
     ready: bool
     workers: int
+    """Workers that are known; each rank of an engine is one."""
+
     reason: str = ""
     available: int = 0
     """Workers that may be picked."""
@@ -30,21 +34,32 @@ class ReadinessState:
 
 
 class Readiness:
-    """Ready: not stopping, at least one worker, and an Envoy has accepted a configuration."""
+    """Ready: not stopping, at least one worker that may be picked, and an Envoy has a configuration."""
 
-    def __init__(self, pool: Pool, serving: Callable[[], bool]) -> None:
-        self._pool = pool
+    def __init__(self, registry: Registry, serving: Callable[[], bool]) -> None:
+        self._registry = registry
         self._serving = serving
         self.stopping = False
 
     def state(self) -> ReadinessState:
         """Return the state at this moment."""
-        workers = len(self._pool.members)
-        available = len(self._pool.candidates)
+        workers, available = self._count()
         if self.stopping:
             return ReadinessState(False, workers, "shutting down")
-        if workers == 0:
+        if not available:
             return ReadinessState(False, workers, "no healthy workers available")
         if not self._serving():
             return ReadinessState(False, workers, "envoy has not accepted a configuration yet")
         return ReadinessState(True, workers, available=available)
+
+    def _count(self) -> tuple[int, int]:
+        """Return how many workers there are, and how many of them may be picked."""
+        anyone = self._registry.settings.try_unhealthy
+        workers = available = 0
+        for engine in self._registry.engines:
+            workers += len(engine.workers) or 1  # one whose name is not resolved has none yet
+            if engine.spec.worker_type is not WorkerType.REGULAR:
+                continue  # takes no whole requests
+            if engine.state is State.HEALTHY or (anyone and engine.state is not State.DRAINING):
+                available += len(engine.workers)
+        return workers, available

@@ -25,10 +25,10 @@ from typing import ClassVar, Protocol, runtime_checkable
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Worker:
-    """One vLLM engine as policies see it. Read only for them; the pool owns it."""
+    """One vLLM engine, or one of its ranks, as policies see it. Read only for them."""
 
     url: str
-    """Identity: the URL as it was given, for example ``http://10.0.0.5:8000``."""
+    """Identity, for example ``http://10.0.0.5:8000``, with a rank ``http://10.0.0.5:8000@0``."""
 
     endpoint: str
     """The address as Envoy knows it, ``ip:port``, IPv6 in brackets."""
@@ -41,6 +41,12 @@ class Worker:
 
     weight: float = 1.0
     """Share of the traffic relative to others; positive."""
+
+    rank: int | None = None
+    """Data-parallel rank of the engine, when each of its ranks is a worker; else None."""
+
+    cluster: str = ""
+    """The Envoy cluster that holds the endpoint. The picks for one request stay within one."""
 
     host: str = dataclasses.field(init=False)
     """The address without the port: workers on one host tend to fail together."""
@@ -157,4 +163,13 @@ class SessionKeeper(Protocol):
 
     def finish_session(self, session: str) -> bool:
         """Forget *session*; tell whether it was known."""
+        ...
+
+
+@runtime_checkable
+class CacheKeeper(Protocol):
+    """A policy that remembers what the workers' prefix caches hold."""
+
+    def flush(self) -> None:
+        """Forget it: the caches have been emptied. The workers stay."""
         ...

@@ -180,6 +180,14 @@ class CacheAware:
     def on_done(self, worker: Worker, now: float) -> None:
         """Nothing to learn from the end of a request: the prefix stays cached."""
 
+    def flush(self) -> None:
+        """Forget all prompts; the workers stay."""
+        old, self._tree, self._last_match = self._tree, PrefixTree(), None
+        old.dissolve()
+        self._slots.clear()
+        self._members.clear()
+        self.on_workers(self._ordered)
+
     def _best_match(
         self, content: Content, workers: Sequence[Worker], rng: random.Random
     ) -> Worker | None:

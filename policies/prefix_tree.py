@@ -230,6 +230,20 @@ class PrefixTree:
             if self.characters[slot] != VACANT:
                 self.characters[slot] = 0
 
+    def dissolve(self) -> None:
+        """Let go of all nodes, which refer to each other; the tree is of no use afterwards.
+
+        The garbage collector would find them too, in one long pause.
+        """
+        pending = list(self._roots.values())
+        self._roots.clear()
+        self._spaces.clear()
+        while pending:
+            node = pending.pop()
+            pending.extend(node.children.values())
+            node.parent = None
+            node.children = {}
+
     def nodes(self) -> Iterator[Node]:
         """Yield every node but the roots, parents before children."""
         stack = list(self._roots.values())

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from extproc.discovery.updates import Reset, WorkerSpec
+from extproc.discovery.updates import WorkerSpec
 from extproc.pool import Pool
-from policies import registry
-from policies.base import Request, Worker
+from extproc.registry import Registry
+from policies import registry as policies_registry
+from policies.base import Policy, Request, Worker
+from tests.extproc.recorder import Recorder
+from tests.fleets import registry_of, spec_of, urls
 
 # The same examples in every run: a failure is there for everybody, and a green run stays green.
 settings.register_profile(
@@ -51,7 +54,7 @@ def _default_loop() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _builtin_policies() -> None:
-    registry.load_builtin()
+    policies_registry.load_builtin()
 
 
 @pytest.fixture
@@ -67,19 +70,27 @@ def get() -> Request:
 
 
 @pytest.fixture
-def specs() -> tuple[WorkerSpec, ...]:
-    """Return three workers, as discovery names them."""
-    return tuple(
-        WorkerSpec(f"http://10.0.0.{number}:8000", f"10.0.0.{number}:8000") for number in (1, 2, 3)
-    )
+def policy() -> Policy:
+    """Return a policy that picks the first candidate and remembers what it was shown."""
+    return Recorder()
 
 
 @pytest.fixture
-def pool(specs: tuple[WorkerSpec, ...]) -> Pool:
-    """Return a pool of the three workers."""
-    pool = Pool("default")
-    pool.apply(Reset(specs))
-    return pool
+def specs() -> tuple[WorkerSpec, ...]:
+    """Return three workers, as discovery names them."""
+    return tuple(spec_of(url) for url in urls(3))
+
+
+@pytest.fixture
+def registry(specs: tuple[WorkerSpec, ...], policy: Policy) -> Registry:
+    """Return a registry of the three workers, all healthy."""
+    return registry_of(*specs, policy=policy)
+
+
+@pytest.fixture
+def pool(registry: Registry) -> Pool:
+    """Return the pool of the three workers."""
+    return registry.pools[0]
 
 
 @pytest.fixture

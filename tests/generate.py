@@ -1,9 +1,10 @@
 """Writes the files that are made from the code: ``python -m tests.generate`` (``make docs``).
 
 * the table of options in ``docs/configuration.md``, between its two markers, from ``Config``;
-* ``envoy/standalone.yaml``, from the same builders that serve xDS.
+* ``envoy/standalone.yaml``, from the same builders that serve xDS;
+* ``docs/admin-api.md``, from the declarations of the endpoints.
 
-A test fails when either differs from what the code makes now.
+A test fails when one of them differs from what the code makes now.
 """
 
 from __future__ import annotations
@@ -17,16 +18,19 @@ import msgspec
 
 from extproc.address import Address
 from extproc.cli import shown_default
+from extproc.clusters import ClusterView, EndpointView
 from extproc.config import Config
-from extproc.main import DEFAULT_POOL, envoy_model
+from extproc.envoy_settings import envoy_model
+from extproc.openapi import build_document, render_page
+from extproc.registry import DEFAULT_POOL
 from extproc.xds.bootstrap import to_yaml
-from extproc.xds.model import PoolModel
 from extproc.xds.standalone import build_standalone
 from policies import registry
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 STANDALONE = ROOT / "envoy" / "standalone.yaml"
+ADMIN_API = ROOT / "docs" / "admin-api.md"
 BEGIN, END = "<!-- generated: options -->", "<!-- end -->"
 
 WORKERS = ("127.0.0.1:8000", "127.0.0.1:8001")
@@ -50,7 +54,7 @@ STANDALONE_HEADER = """\
 
 
 def main() -> None:
-    """Write both files; say which ones changed."""
+    """Write all of them; say which ones changed."""
     for path, make in GENERATED.items():
         text = make()
         if not path.exists() or path.read_text() != text:
@@ -83,7 +87,8 @@ def options_table() -> str:
 def standalone() -> str:
     """Return ``envoy/standalone.yaml``, for the defaults of ``Config``."""
     config = Config()
-    model = envoy_model(config, (PoolModel(DEFAULT_POOL, WORKERS),))
+    endpoints = tuple(EndpointView(worker) for worker in WORKERS)
+    model = envoy_model(config, (ClusterView(DEFAULT_POOL, "", endpoints, is_default=True),))
     header = STANDALONE_HEADER.format(
         urls=" ".join(f"http://{worker}" for worker in WORKERS),
         host=config.host,
@@ -94,6 +99,11 @@ def standalone() -> str:
     return header + to_yaml(
         build_standalone(model, Address.parse(config.grpc_address), ENVOY_ADMIN)
     )
+
+
+def admin_api() -> str:
+    """Return ``docs/admin-api.md``."""
+    return render_page(build_document())
 
 
 def _description(hint: Any) -> str:
@@ -112,7 +122,7 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return shown if shown in ("none", "on", "off") else f"`{shown}`"
 
 
-GENERATED = {CONFIGURATION: configuration, STANDALONE: standalone}
+GENERATED = {CONFIGURATION: configuration, STANDALONE: standalone, ADMIN_API: admin_api}
 
 
 if __name__ == "__main__":

@@ -1,34 +1,60 @@
-"""What a discovery source may say. The pool does not know which source spoke."""
+"""What a discovery source may say. The registry does not care which source spoke."""
 
 from __future__ import annotations
 
 import dataclasses
+from enum import StrEnum
+
+from extproc.address import WorkerUrl
+
+
+class WorkerType(StrEnum):
+    """The role of a worker."""
+
+    REGULAR = "regular"
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A worker to send to."""
+    """A worker to send to, as a user or a discovery source describes it."""
 
-    url: str
-    """Identity."""
-
-    endpoint: str
-    """``ip:port``; Envoy's endpoint discovery takes no host names."""
+    url: WorkerUrl
+    """Identity; with a rank, only that rank of the engine."""
 
     weight: float = 1.0
     """Share of the traffic relative to others."""
 
+    model: str = ""
+    """The model it is known to serve, whatever it says itself; empty: what it says."""
+
+    worker_type: WorkerType = WorkerType.REGULAR
+    bootstrap_port: int | None = None
+    """Where a prefill worker's KV connector is asked for its address."""
+
+    labels: tuple[tuple[str, str], ...] = ()
+    """Free text for operators, sorted by key."""
+
+    tls_name: str = ""
+    """The name that its certificate must carry when that is not the URL's host."""
+
+    @property
+    def key(self) -> str:
+        """The URL, with its rank when it has one: what tells workers apart."""
+        return str(self.url)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reset:
-    """These are all the workers; forget the others."""
+    """These are all the workers of this source; forget its others."""
 
     workers: tuple[WorkerSpec, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Add:
-    """One more worker, or a known one at another endpoint."""
+    """One more worker, or a known one with another description."""
 
     worker: WorkerSpec
 
@@ -37,7 +63,7 @@ class Add:
 class Remove:
     """No new requests for this worker; those under way finish."""
 
-    url: str
+    key: str
 
 
 Update = Reset | Add | Remove

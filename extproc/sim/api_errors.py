@@ -1,6 +1,7 @@
 """Errors in the form that vLLM's OpenAI-compatible server gives them."""
 
 import json
+from collections.abc import Sequence
 from http import HTTPStatus
 
 
@@ -32,11 +33,11 @@ def invalid(message: str, *, param: str | None = None) -> ApiError:
     return ApiError(HTTPStatus.BAD_REQUEST, message, kind="BadRequestError", param=param)
 
 
-def unknown_model(model: str) -> ApiError:
-    """Return the error for a model that the worker does not serve."""
+def unknown_model(model: str, served: Sequence[str]) -> ApiError:
+    """Return the error for a model that is not *served*."""
     return ApiError(
         HTTPStatus.NOT_FOUND,
-        f"The model `{model}` does not exist.",
+        f"The model `{model}` does not exist. Valid aliases: {', '.join(served)}.",
         kind="NotFoundError",
         param="model",
     )

@@ -31,6 +31,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="served names (default: sim-model)",
     )
+    parser.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        metavar="NAME[=PATH]",
+        help="LoRA adapters on the first model",
+    )
+    parser.add_argument("--root-path", default=config.root_path, help="path before every route")
+    parser.add_argument("--ssl-certfile", metavar="FILE", help="PEM certificate: serve https")
+    parser.add_argument("--ssl-keyfile", metavar="FILE", help="its private key")
+    parser.add_argument("--api-key", metavar="KEY", help="bearer token that the API needs")
+    parser.add_argument(
+        "--startup-delay",
+        type=float,
+        default=config.startup_delay_s,
+        metavar="SECONDS",
+        help="time during which health and inference answer 503",
+    )
+    parser.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=config.data_parallel_size,
+        metavar="N",
+        help="ranks, each with an engine of its own",
+    )
+    parser.add_argument(
+        "--data-parallel-start-rank",
+        type=int,
+        default=config.data_parallel_start_rank,
+        metavar="R",
+        help="number of the first rank",
+    )
     parser.add_argument("--hardware", choices=sorted(HARDWARE), default=config.hardware)
     parser.add_argument(
         "--speed", type=float, default=config.speed, help="10 is ten times faster, 0 does not wait"
@@ -62,6 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reset-after", type=int, metavar="K", help="tokens after which it is reset"
     )
+    parser.add_argument(
+        "--health-status", type=int, default=faults.health_status, metavar="C", help="of /health"
+    )
     parser.add_argument("--seed", type=int, default=config.seed, help="of the random faults")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="warning"
@@ -92,8 +127,16 @@ def build_config(args: argparse.Namespace) -> SimConfig:
     return SimConfig(
         name=args.name or f"sim-{args.port}",
         models=tuple(args.model or SimConfig().models),
+        lora_modules=tuple(args.lora_modules or ()),
         host=args.host,
         port=args.port,
+        root_path=args.root_path,
+        ssl_certfile=args.ssl_certfile,
+        ssl_keyfile=args.ssl_keyfile,
+        api_key=args.api_key,
+        startup_delay_s=args.startup_delay,
+        data_parallel_size=args.data_parallel_size,
+        data_parallel_start_rank=args.data_parallel_start_rank,
         hardware=args.hardware,
         speed=args.speed,
         kv_blocks=args.kv_blocks,
@@ -111,6 +154,7 @@ def build_config(args: argparse.Namespace) -> SimConfig:
             crash_on_request=args.crash_on_request,
             stall_after=args.stall_after,
             reset_after=args.reset_after,
+            health_status=args.health_status,
         ),
     )
 
@@ -136,6 +180,9 @@ async def _serve(config: SimConfig) -> int:
             f"sim-worker: cannot listen on {config.host}:{config.port}: {os.strerror(error.errno) if error.errno else error}",
             file=sys.stderr,
         )
+        return 1
+    except ValueError as error:
+        print(f"sim-worker: {error}", file=sys.stderr)
         return 1
     print(f"sim-worker {config.name} ready on {worker.url}", flush=True)
     waits = [asyncio.create_task(stop.wait()), asyncio.create_task(worker.crashed.wait())]

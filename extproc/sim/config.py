@@ -3,6 +3,7 @@
 import dataclasses
 
 from extproc.sim.faults import Faults
+from extproc.sim.served_models import parse_lora_module
 from extproc.sim.step_model import HARDWARE
 
 
@@ -16,15 +17,39 @@ class SimConfig:
     models: tuple[str, ...] = ("sim-model",)
     """Served model names. The first is the label of the metrics, the others are aliases."""
 
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters on the first model, as ``NAME`` or ``NAME=PATH``."""
+
     host: str = "127.0.0.1"
     port: int = 0
     """TCP port; 0 takes a free one."""
+
+    root_path: str = ""
+    """Path that every route is below, such as ``/x``; empty for none. ``/_sim`` answers without it too."""
+
+    ssl_certfile: str | None = None
+    """PEM certificate to serve https with; None serves http."""
+
+    ssl_keyfile: str | None = None
+    """Its private key; None when the certificate's file has it."""
+
+    api_key: str | None = dataclasses.field(default=None, repr=False)
+    """Bearer token that the API needs; None asks for none."""
+
+    startup_delay_s: float = 0.0
+    """How long the model seems to load, in seconds of real time; health and inference answer 503."""
 
     hardware: str = "h100"
     """Key of ``step_model.HARDWARE``."""
 
     speed: float = 1.0
     """Seconds simulated per second. 0 does not wait at all: as fast as the host allows."""
+
+    data_parallel_size: int = 1
+    """Ranks, each an engine of its own with all of the limits below."""
+
+    data_parallel_start_rank: int = 0
+    """Number of the first rank."""
 
     kv_blocks: int | None = None
     """KV blocks of 16 tokens; None takes what the hardware has room for."""
@@ -63,8 +88,24 @@ class SimConfig:
                 f"hardware {self.hardware!r} is not known; known: {', '.join(sorted(HARDWARE))}"
             )
         self._check_at_least(0, "speed", "itl_ms", "ttft_ms", "record", "port")
+        self._check_at_least(0, "data_parallel_start_rank", "startup_delay_s")
         self._check_at_least(1, "kv_blocks", "max_num_seqs", "max_num_batched_tokens")
-        self._check_at_least(1, "max_model_len")
+        self._check_at_least(1, "max_model_len", "data_parallel_size")
+        self._check_lora_modules()
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must start with / and not end so, got {self.root_path!r}")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError("ssl_keyfile needs ssl_certfile")
+        if self.api_key == "":
+            raise ValueError("api_key must not be empty")
+
+    def _check_lora_modules(self) -> None:
+        for module in self.lora_modules:
+            name, _ = parse_lora_module(module)
+            if not name or name in self.models:
+                raise ValueError(
+                    f"lora_modules must be NAME or NAME=PATH with a name of its own, got {module!r}"
+                )
 
     def _check_at_least(self, bound: int, *fields: str) -> None:
         for field in fields:

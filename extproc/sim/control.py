@@ -1,7 +1,8 @@
-"""``/_sim/*``: what a test asks a worker about itself, and how it changes its faults."""
+"""``/_sim/*``: what a test asks a worker about itself, and how it changes its faults and models."""
 
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
@@ -11,8 +12,16 @@ from extproc.sim.exchange import Exchange, Replies, Route, Routes
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.faults import merge
 from extproc.sim.recorder import Recorder
+from extproc.sim.served_models import ServedModels
+from extproc.sim.wire import parse_body
 
 PREFIX = "/_sim/"
+
+
+class Models(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of ``POST /_sim/models``."""
+
+    models: Annotated[list[Annotated[str, msgspec.Meta(min_length=1)]], msgspec.Meta(min_length=1)]
 
 
 class Control:
@@ -22,12 +31,14 @@ class Control:
         self,
         recorder: Recorder,
         faults: FaultSwitch,
+        models: ServedModels,
         replies: Replies,
         *,
         state: Callable[[], Mapping[str, object]],
     ) -> None:
         self._recorder = recorder
         self._faults = faults
+        self._models = models
         self._replies = replies
         self._state = state
 
@@ -39,6 +50,7 @@ class Control:
             ("GET", "/_sim/state"): Route(self._show_state),
             ("GET", "/_sim/faults"): Route(self._show_faults),
             ("POST", "/_sim/faults"): Route(self._change_faults),
+            ("POST", "/_sim/models"): Route(self._change_models),
         }
 
     async def _list_requests(self, exchange: Exchange) -> web.StreamResponse:
@@ -61,6 +73,11 @@ class Control:
             raise ApiError(HTTPStatus.BAD_REQUEST, str(error)) from error
         self._faults.set(faults)
         return self._json(faults)
+
+    async def _change_models(self, exchange: Exchange) -> web.StreamResponse:
+        asked = parse_body(exchange.body, Models)
+        self._models.replace(asked.models)
+        return self._json(asked)
 
     def _json(self, document: object) -> web.Response:
         return self._replies.json(msgspec.json.encode(document))

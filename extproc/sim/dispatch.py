@@ -1,4 +1,4 @@
-"""From an HTTP request to the handler of its route: read, record, spoil or serve, and map errors."""
+"""From an HTTP request to the handler of its route: admit, read, record, spoil or serve, map errors."""
 
 import asyncio
 from collections import Counter
@@ -15,6 +15,7 @@ from extproc.sim.engine_loop import EngineStoppedError
 from extproc.sim.exchange import Exchange, Replies, Route, Routes
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.faults import Verdict
+from extproc.sim.gate import Gate
 from extproc.sim.recorder import Arrival, Outcome, Recorder
 from extproc.sim.tokens import TooManyTokensError
 
@@ -29,6 +30,7 @@ class Dispatcher:
 
     def __init__(
         self,
+        gate: Gate,
         recorder: Recorder,
         faults: FaultSwitch,
         replies: Replies,
@@ -43,6 +45,7 @@ class Dispatcher:
         """Inference requests whose response has not ended."""
         self.stopping = False
         """Whether the worker cuts its responses itself."""
+        self._gate = gate
         self._recorder = recorder
         self._faults = faults
         self._replies = replies
@@ -68,9 +71,9 @@ class Dispatcher:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         task = cast("asyncio.Task[Any]", asyncio.current_task())  # aiohttp runs handlers in tasks
-        path = request.raw_path.partition("?")[0]
+        path = self._gate.inner_path(request.raw_path)
         route = self._routes.get((request.method, path), self._unknown)
-        exchange = Exchange(request, self._record(request, path))
+        exchange = Exchange(request, path, self._record(request, path))
         self._tasks.add(task)
         self.active += route.inference
         try:
@@ -107,6 +110,8 @@ class Dispatcher:
         )
 
     async def _answer(self, exchange: Exchange, route: Route) -> web.StreamResponse:
+        if not self._gate.admits(exchange.request, exchange.path):
+            return self._replies.json(b'{"error":"Unauthorized"}', status=HTTPStatus.UNAUTHORIZED)
         try:
             if route.inference:
                 self.received += 1
@@ -123,6 +128,8 @@ class Dispatcher:
             return self._replies.json(ApiError(status, str(error)).body(), status=status)
 
     async def _spoil(self, exchange: Exchange) -> None:
+        if self._gate.loading:
+            raise ApiError(HTTPStatus.SERVICE_UNAVAILABLE, "the model is still loading")
         match self._faults.judge():
             case Verdict.SERVE:
                 return
@@ -135,8 +142,7 @@ class Dispatcher:
                 await asyncio.get_running_loop().create_future()
 
     async def _not_found(self, exchange: Exchange) -> web.StreamResponse:
-        path = exchange.request.raw_path.partition("?")[0]
-        if path in self._paths:
+        if exchange.path in self._paths:
             return self._replies.json(
                 b'{"detail":"Method Not Allowed"}', status=HTTPStatus.METHOD_NOT_ALLOWED
             )

@@ -23,6 +23,8 @@ class Exchange:
     """A request, and its body once it is read."""
 
     request: web.BaseRequest
+    path: str
+    """Below the base path of the worker and without query; empty outside of it."""
     arrival: Arrival | None
     """None for requests that are not recorded."""
     body: Body = b""

@@ -1,6 +1,6 @@
-"""``/metrics``: an engine's figures under the names, labels and buckets of vLLM."""
+"""``/metrics``: the figures of all engines under the names, labels and buckets of vLLM."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -18,79 +18,110 @@ from extproc.sim.statistics import Histogram
 
 LABELS = ("engine", "model_name")
 
+GAUGES: tuple[tuple[str, str, Callable[[Engine], float]], ...] = (
+    (
+        "num_requests_running",
+        "Number of requests in model execution batches.",
+        lambda engine: engine.running,
+    ),
+    (
+        "num_requests_waiting",
+        "Number of requests waiting to be processed.",
+        lambda engine: engine.waiting,
+    ),
+    (
+        "kv_cache_usage_perc",
+        "KV-cache usage. 1 means 100 percent usage.",
+        lambda engine: engine.kv_usage_ratio,
+    ),
+)
+
+COUNTERS: tuple[tuple[str, str, Callable[[Engine], float]], ...] = (
+    (
+        "prefix_cache_queries",
+        "Prefix cache queries, in number of tokens.",
+        lambda engine: engine.cache.query_tokens,
+    ),
+    (
+        "prefix_cache_hits",
+        "Prefix cache hits, in number of tokens.",
+        lambda engine: engine.cache.hit_tokens,
+    ),
+    ("num_preemptions", "Number of preemptions.", lambda engine: engine.statistics.preemptions),
+    (
+        "prompt_tokens",
+        "Number of prefill tokens processed.",
+        lambda engine: engine.statistics.prompt_tokens,
+    ),
+    (
+        "generation_tokens",
+        "Number of generation tokens processed.",
+        lambda engine: engine.statistics.generation_tokens,
+    ),
+)
+
+HISTOGRAMS: tuple[tuple[str, str, Callable[[Engine], Histogram]], ...] = (
+    (
+        "time_to_first_token_seconds",
+        "Time to first token.",
+        lambda engine: engine.statistics.ttft,
+    ),
+    (
+        "inter_token_latency_seconds",
+        "Time between tokens.",
+        lambda engine: engine.statistics.itl,
+    ),
+    (
+        "e2e_request_latency_seconds",
+        "End to end request latency.",
+        lambda engine: engine.statistics.e2e,
+    ),
+    (
+        "request_queue_time_seconds",
+        "Time spent waiting for admission.",
+        lambda engine: engine.statistics.queue,
+    ),
+)
+
 
 class EngineCollector(Collector):
-    """Reads *engine* at each scrape; one engine, so the label ``engine`` is always 0."""
+    """Reads the *engines*, by their label, at each scrape."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
-        self._engine = engine
-        self._labels = ("0", model_name)
+    def __init__(self, engines: Mapping[str, Engine], model_name: Callable[[], str]) -> None:
+        self._engines = engines
+        self._model_name = model_name
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metric families."""
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._histograms()
-        yield self._cache_config()
-
-    def _gauges(self) -> Iterator[Metric]:
-        engine = self._engine
-        for name, text, value in (
-            (
-                "num_requests_running",
-                "Number of requests in model execution batches.",
-                engine.running,
-            ),
-            ("num_requests_waiting", "Number of requests waiting to be processed.", engine.waiting),
-            (
-                "kv_cache_usage_perc",
-                "KV-cache usage. 1 means 100 percent usage.",
-                engine.kv_usage_ratio,
-            ),
-        ):
-            family = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
-
-    def _counters(self) -> Iterator[Metric]:
-        cache, statistics = self._engine.cache, self._engine.statistics
-        for name, text, value in (
-            (
-                "prefix_cache_queries",
-                "Prefix cache queries, in number of tokens.",
-                cache.query_tokens,
-            ),
-            ("prefix_cache_hits", "Prefix cache hits, in number of tokens.", cache.hit_tokens),
-            ("num_preemptions", "Number of preemptions.", statistics.preemptions),
-            ("prompt_tokens", "Number of prefill tokens processed.", statistics.prompt_tokens),
-            (
-                "generation_tokens",
-                "Number of generation tokens processed.",
-                statistics.generation_tokens,
-            ),
-        ):
-            family = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            family.add_metric(self._labels, value)
-            yield family
+        """Return all metric families, each with a series per engine."""
+        series = [((label, self._model_name()), engine) for label, engine in self._engines.items()]
+        for name, text, read in GAUGES:
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for labels, engine in series:
+                gauge.add_metric(labels, read(engine))
+            yield gauge
+        for name, text, read in COUNTERS:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            for labels, engine in series:
+                counter.add_metric(labels, read(engine))
+            yield counter
         success = CounterMetricFamily(
             "vllm:request_success",
             "Count of processed requests, by the reason they ended.",
             labels=(*LABELS, "finished_reason"),
         )
-        for reason, count in statistics.finished.items():
-            success.add_metric((*self._labels, reason.value), count)
+        for labels, engine in series:
+            for reason, count in engine.statistics.finished.items():
+                success.add_metric((*labels, reason.value), count)
         yield success
+        yield from self._histograms(series)
+        yield self._cache_config()
 
-    def _histograms(self) -> Iterator[Metric]:
-        statistics = self._engine.statistics
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "Time to first token.", statistics.ttft),
-            ("inter_token_latency_seconds", "Time between tokens.", statistics.itl),
-            ("e2e_request_latency_seconds", "End to end request latency.", statistics.e2e),
-            ("request_queue_time_seconds", "Time spent waiting for admission.", statistics.queue),
-        ):
+    def _histograms(self, series: list[tuple[tuple[str, str], Engine]]) -> Iterator[Metric]:
+        for name, text, read in HISTOGRAMS:
             family = HistogramMetricFamily(f"vllm:{name}", f"{text} In seconds.", labels=LABELS)
-            family.add_metric(self._labels, _buckets(histogram), histogram.total)
+            for labels, engine in series:
+                histogram = read(engine)
+                family.add_metric(labels, _buckets(histogram), histogram.total)
             yield family
 
     def _cache_config(self) -> Metric:
@@ -99,19 +130,22 @@ class EngineCollector(Collector):
             "Configuration of the KV cache.",
             labels=("engine", "block_size", "num_gpu_blocks", "kv_cache_size_tokens"),
         )
-        blocks = self._engine.cache.capacity_blocks
-        family.add_metric(("0", str(BLOCK_TOKENS), str(blocks), str(blocks * BLOCK_TOKENS)), 1)
+        for label, engine in self._engines.items():
+            blocks = engine.cache.capacity_blocks
+            family.add_metric(
+                (label, str(BLOCK_TOKENS), str(blocks), str(blocks * BLOCK_TOKENS)), 1
+            )
         return family
 
 
 class Exposition:
-    """Renders the metrics of one engine as Prometheus text."""
+    """Renders the metrics of the engines as Prometheus text."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engines: Mapping[str, Engine], *, model_name: Callable[[], str]) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(EngineCollector(engine, model_name))
+        self._registry.register(EngineCollector(engines, model_name))
 
     def render(self) -> bytes:
         """Return the current figures."""

@@ -8,7 +8,7 @@ from extproc.sim.faults import FaultPlan, Faults, Verdict
 
 
 class FaultSwitch:
-    """Holds the faults in force and wakes the streams they stall when they change."""
+    """Holds the faults in force and wakes what they hold up when they change."""
 
     def __init__(self, faults: Faults, *, seed: int) -> None:
         self._plan = FaultPlan(faults, random.Random(seed))
@@ -28,6 +28,11 @@ class FaultSwitch:
     def judge(self) -> Verdict:
         """Count one inference request and say what happens to it."""
         return self._plan.judge()
+
+    async def hold_health(self) -> None:
+        """Wait until a change of faults lets ``/health`` answer."""
+        while self.faults.health_hang:
+            await self._changed.wait()
 
     def spoils_stream(self, sent: int) -> bool:
         """Return whether a stream that has sent *sent* tokens may not go on."""

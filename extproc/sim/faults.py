@@ -28,15 +28,23 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Output tokens after which a stream's TCP connection is reset; None never does."""
 
     health_status: int = 200
-    """HTTP status of ``/health`` and ``/ping``."""
+    """HTTP status of ``/health`` and ``/ping``, 200 to 599."""
+
+    health_hang: bool = False
+    """Never answer ``GET /health`` while this is set."""
+
+    models_status: int = 200
+    """HTTP status of ``GET /v1/models``, 200 to 599; an error comes without the list."""
 
     def __post_init__(self) -> None:
         if not 400 <= self.status_code <= 599:
             raise ValueError(f"status_code must be 400 to 599, got {self.status_code!r}")
         if not 0 <= self.random_fail_rate <= 1:
             raise ValueError(f"random_fail_rate must be 0 to 1, got {self.random_fail_rate!r}")
-        if not 200 <= self.health_status <= 599:
-            raise ValueError(f"health_status must be 200 to 599, got {self.health_status!r}")
+        for field in ("health_status", "models_status"):
+            status = getattr(self, field)
+            if not 200 <= status <= 599:
+                raise ValueError(f"{field} must be 200 to 599, got {status!r}")
         for field in ("fail_first_n", "crash_on_request", "stall_after", "reset_after"):
             value = getattr(self, field)
             if value is not None and value < 0:

@@ -1,21 +1,23 @@
 """The routes that make the engine work: chat, completions, responses, embeddings, rerank."""
 
+import contextlib
 import time
 import uuid
+from collections.abc import Iterator
 
 from aiohttp import web
 
-from extproc.sim.api_errors import unknown_model
 from extproc.sim.chat import ChatFormat, ChatRequest
 from extproc.sim.completions import CompletionFormat, CompletionRequest
-from extproc.sim.config import SimConfig
-from extproc.sim.engine_loop import EngineLoop, Generation
+from extproc.sim.engine_loop import Generation
 from extproc.sim.exchange import Exchange, Replies, Route, Routes, parse_json
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.generation import Format, Head, StreamFormat
 from extproc.sim.pooling import EmbeddingFormat, EmbeddingRequest, RerankFormat, RerankRequest
+from extproc.sim.ranks import Ranks
 from extproc.sim.responses_api import ResponsesFormat, ResponsesRequest
-from extproc.sim.work import Answering
+from extproc.sim.served_models import ServedModels
+from extproc.sim.work import Answering, of_adapter
 
 
 class Inference:
@@ -23,16 +25,15 @@ class Inference:
 
     def __init__(
         self,
-        config: SimConfig,
-        engine_loop: EngineLoop,
+        answering: Answering,
+        models: ServedModels,
+        ranks: Ranks,
         faults: FaultSwitch,
         replies: Replies,
-        *,
-        max_model_len: int,
     ) -> None:
-        self._answering = Answering(worker_name=config.name, max_model_len=max_model_len)
-        self._config = config
-        self._engine_loop = engine_loop
+        self._answering = answering
+        self._models = models
+        self._ranks = ranks
         self._faults = faults
         self._replies = replies
 
@@ -54,55 +55,63 @@ class Inference:
     async def _chat(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, ChatRequest)
         head = self._head(exchange, "chatcmpl-", asked.model)
-        return await self._reply_or_stream(exchange, ChatFormat(asked, head, self._answering))
+        answer = ChatFormat(asked, head, self._answering)
+        return await self._reply_or_stream(exchange, head, answer)
 
     async def _completions(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, CompletionRequest)
         head = self._head(exchange, "cmpl-", asked.model)
-        return await self._reply_or_stream(exchange, CompletionFormat(asked, head, self._answering))
+        answer = CompletionFormat(asked, head, self._answering)
+        return await self._reply_or_stream(exchange, head, answer)
 
     async def _responses(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, ResponsesRequest)
         head = self._head(exchange, "resp_", asked.model)
-        return await self._reply_or_stream(exchange, ResponsesFormat(asked, head, self._answering))
+        answer = ResponsesFormat(asked, head, self._answering)
+        return await self._reply_or_stream(exchange, head, answer)
 
     async def _embeddings(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, EmbeddingRequest)
         head = self._head(exchange, "embd-", asked.model)
-        return await self._reply(EmbeddingFormat(asked, head, self._answering))
+        return await self._reply(exchange, head, EmbeddingFormat(asked, head, self._answering))
 
     async def _rerank(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, RerankRequest)
         head = self._head(exchange, "rerank-", asked.model)
-        return await self._reply(RerankFormat(asked, head, self._answering))
+        return await self._reply(exchange, head, RerankFormat(asked, head, self._answering))
 
     def _head(self, exchange: Exchange, id_prefix: str, model: str | None) -> Head:
-        models = self._config.models
-        if model is not None and model not in models:
-            raise unknown_model(model)
+        served = self._models.resolve(model)
         # vLLM makes the caller's request id part of the response's id
         request_id = exchange.request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        return Head(id=id_prefix + request_id, created=int(time.time()), model=model or models[0])
+        return Head(id=id_prefix + request_id, created=int(time.time()), model=served)
 
-    async def _reply(self, answer: Format) -> web.StreamResponse:
-        generation = self._engine_loop.submit(answer.works)
+    @contextlib.contextmanager
+    def _generating(self, exchange: Exchange, head: Head, answer: Format) -> Iterator[Generation]:
+        """Let a rank compute *answer*; what is left of it at the end of the block is aborted."""
+        works = answer.works
+        if self._models.is_adapter(head.model):
+            works = [of_adapter(work, head.model) for work in works]
+        rank = self._ranks.choose(exchange)
+        generation = rank.submit(works)
         try:
-            await generation.finished()
+            yield generation
         finally:
             # a client that went away cancels this task: its sequences must not run on
-            self._engine_loop.abort(generation)
+            rank.engine_loop.abort(generation)
+
+    async def _reply(self, exchange: Exchange, head: Head, answer: Format) -> web.StreamResponse:
+        with self._generating(exchange, head, answer) as generation:
+            await generation.finished()
         return self._replies.json(answer.whole(generation.choices))
 
     async def _reply_or_stream(
-        self, exchange: Exchange, answer: StreamFormat
+        self, exchange: Exchange, head: Head, answer: StreamFormat
     ) -> web.StreamResponse:
         if not answer.stream:
-            return await self._reply(answer)
-        generation = self._engine_loop.submit(answer.works)
-        try:
+            return await self._reply(exchange, head, answer)
+        with self._generating(exchange, head, answer) as generation:
             return await self._stream(exchange, answer, generation)
-        finally:
-            self._engine_loop.abort(generation)
 
     async def _stream(
         self, exchange: Exchange, answer: StreamFormat, generation: Generation

@@ -1,6 +1,7 @@
 """One answer to generate: what the formats hand to the engine loop and get back filled in."""
 
 import dataclasses
+import hashlib
 from collections.abc import Sequence
 
 from extproc.sim.answers import answer_pieces, answer_tokens, seed_of
@@ -97,6 +98,13 @@ def plan_answer(
         pieces=pieces,
         finish_reason=finish_reason,
     )
+
+
+def of_adapter(work: Work, adapter: str) -> Work:
+    """Return *work* with block hashes of its own: an adapter shares no blocks with other models."""
+    digest = hashlib.blake2b(adapter.encode(), digest_size=8, usedforsecurity=False).digest()
+    salt = int.from_bytes(digest, "little")
+    return dataclasses.replace(work, block_hashes=tuple(key ^ salt for key in work.block_hashes))
 
 
 def check_length(*, prompt_tokens: int, max_tokens: int, max_model_len: int) -> None:

@@ -13,13 +13,19 @@ from extproc.sim.engine_loop import EngineLoop
 from extproc.sim.exchange import Replies, reset
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.faults import Faults
+from extproc.sim.gate import Gate
 from extproc.sim.inference import Inference
+from extproc.sim.model_routes import ModelRoutes
 from extproc.sim.pace import Pace
 from extproc.sim.prefix_cache import BLOCK_TOKENS
+from extproc.sim.ranks import Ranks
 from extproc.sim.recorder import Recorder
+from extproc.sim.served_models import ServedModels
 from extproc.sim.service_routes import ServiceRoutes
 from extproc.sim.statistics import FinishReason
 from extproc.sim.step_model import HARDWARE
+from extproc.sim.tls import server_context
+from extproc.sim.work import Answering
 
 KEEPALIVE_S = 5.0
 """How long an idle connection stays open, in seconds; uvicorn's default, which vLLM keeps."""
@@ -39,22 +45,37 @@ class SimWorker:
 
     def __init__(self, config: SimConfig | None = None) -> None:
         self.config = config = config or SimConfig()
-        self.engine = Engine(
-            HARDWARE[config.hardware],
-            kv_blocks=config.kv_blocks,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            pace=_pace(config),
+        self.models = ServedModels(config.models, config.lora_modules)
+        self.ranks = Ranks(
+            [
+                EngineLoop(_engine(config), speed=config.speed)
+                for _ in range(config.data_parallel_size)
+            ],
+            start=config.data_parallel_start_rank,
         )
         self.recorder = Recorder(config.record)
         self.crashed = asyncio.Event()
         """Set when a fault made the worker die."""
-        self._engine_loop = EngineLoop(self.engine, speed=config.speed)
         self._faults = FaultSwitch(config.faults, seed=config.seed)
-        self._dispatcher = self._build_dispatcher()
+        self._gate = Gate(
+            root_path=config.root_path,
+            api_key=config.api_key,
+            loading=config.startup_delay_s > 0,
+        )
+        self._replies = Replies(config.name)
+        self._dispatcher = Dispatcher(
+            self._gate, self.recorder, self._faults, self._replies, crash=self.crash
+        )
+        self._service = self._serve_routes()
+        self._loaded: asyncio.TimerHandle | None = None
         self._http: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._port = config.port
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the first rank."""
+        return next(iter(self.ranks)).engine
 
     @property
     def port(self) -> int:
@@ -63,9 +84,11 @@ class SimWorker:
 
     @property
     def url(self) -> str:
-        """Where the worker answers, without a slash at the end."""
-        host = self.config.host
-        return f"http://[{host}]:{self._port}" if ":" in host else f"http://{host}:{self._port}"
+        """Where the worker answers, its base path included, without a slash at the end."""
+        config = self.config
+        scheme = "http" if config.ssl_certfile is None else "https"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        return f"{scheme}://{host}:{self._port}{config.root_path}"
 
     @property
     def faults(self) -> Faults:
@@ -73,7 +96,11 @@ class SimWorker:
         return self._faults.faults
 
     async def start(self) -> None:
-        """Serve; OSError when the address cannot be had."""
+        """Serve; OSError when the address cannot be had, ValueError when the certificate cannot."""
+        config, loop = self.config, asyncio.get_running_loop()
+        tls = None
+        if config.ssl_certfile is not None:
+            tls = server_context(config.ssl_certfile, config.ssl_keyfile)
         self._http = web.Server(
             self._dispatcher.handle,
             handler_cancellation=True,  # a client that goes away frees its sequences at once
@@ -84,21 +111,30 @@ class SimWorker:
             max_field_size=HEADER_LIMIT_BYTES,
             max_headers=1000,
         )
-        self._listener = await asyncio.get_running_loop().create_server(
-            self._http, self.config.host, self.config.port, backlog=BACKLOG
+        self._listener = await loop.create_server(
+            self._http,
+            config.host,
+            config.port,
+            backlog=BACKLOG,
+            ssl=tls,
+            ssl_shutdown_timeout=None if tls is None else STOP_S,
         )
         self._port = self._listener.sockets[0].getsockname()[1]
-        self._engine_loop.start()
+        self.ranks.start()
+        if self._gate.loading:
+            self._loaded = loop.call_later(config.startup_delay_s, self._finish_loading)
 
     async def stop(self) -> None:
         """Stop serving; responses still open are cut. A second call does nothing."""
         self._close_listener()
+        if self._loaded is not None:
+            self._loaded.cancel()
         await self._dispatcher.cancel_all(STOP_S)
         if self._http is not None:
             self._http.pre_shutdown()
             await self._http.shutdown(STOP_S)
             self._http = None
-        await self._engine_loop.stop()
+        await self.ranks.stop()
 
     def crash(self) -> None:
         """Die at once: reset every connection and refuse new ones. ``stop`` is still needed."""
@@ -136,44 +172,64 @@ class SimWorker:
 
     def state(self) -> dict[str, object]:
         """Return what ``GET /_sim/state`` shows; sequences unless the name says requests."""
-        finished = self.engine.statistics.finished
-        aborted = finished[FinishReason.ABORT]
+        engines = [rank.engine for rank in self.ranks]
+        finished = sum(sum(engine.statistics.finished.values()) for engine in engines)
+        aborted = sum(engine.statistics.finished[FinishReason.ABORT] for engine in engines)
         return {
             "name": self.config.name,
-            "running": self.engine.running,
-            "waiting": self.engine.waiting,
-            "finished": sum(finished.values()) - aborted,
+            "running": sum(engine.running for engine in engines),
+            "waiting": sum(engine.waiting for engine in engines),
+            "finished": finished - aborted,
             "aborted": aborted,
-            "kv_usage_ratio": self.engine.kv_usage_ratio,
+            "kv_usage_ratio": sum(engine.kv_usage_ratio for engine in engines) / len(engines),
             "requests_received": self._dispatcher.received,
             "requests_active": self._dispatcher.active,
+            "ranks": {str(rank.number): rank.served for rank in self.ranks},
+            "prefix_cache_resets": self._service.prefix_cache_resets,
             "probes": dict(self._dispatcher.probes),
         }
 
-    def _build_dispatcher(self) -> Dispatcher:
-        config = self.config
-        replies = Replies(config.name)
-        dispatcher = Dispatcher(self.recorder, self._faults, replies, crash=self.crash)
+    def _serve_routes(self) -> ServiceRoutes:
+        config, models, ranks = self.config, self.models, self.ranks
+        faults, replies, dispatcher = self._faults, self._replies, self._dispatcher
         max_model_len = min(config.max_model_len, self.engine.cache.capacity_blocks * BLOCK_TOKENS)
-        inference = Inference(
-            config, self._engine_loop, self._faults, replies, max_model_len=max_model_len
-        )
+        answering = Answering(worker_name=config.name, max_model_len=max_model_len)
+        inference = Inference(answering, models, ranks, faults, replies)
+        listing = ModelRoutes(models, faults, replies, max_model_len=max_model_len)
         service = ServiceRoutes(
             config,
-            self.engine,
-            self._faults,
+            faults,
             replies,
+            models=models,
+            ranks=ranks,
+            gate=self._gate,
             max_model_len=max_model_len,
             load=lambda: dispatcher.active,
         )
-        control = Control(self.recorder, self._faults, replies, state=self.state)
-        dispatcher.serve({**inference.routes(), **service.routes(), **control.routes()})
-        return dispatcher
+        control = Control(self.recorder, faults, models, replies, state=self.state)
+        dispatcher.serve(
+            {**inference.routes(), **listing.routes(), **service.routes(), **control.routes()}
+        )
+        return service
+
+    def _finish_loading(self) -> None:
+        self._gate.loading = False
 
     def _close_listener(self) -> None:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+
+
+def _engine(config: SimConfig) -> Engine:
+    """Return the engine of one rank."""
+    return Engine(
+        HARDWARE[config.hardware],
+        kv_blocks=config.kv_blocks,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        pace=_pace(config),
+    )
 
 
 def _pace(config: SimConfig) -> Pace | None:

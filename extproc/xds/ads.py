@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 from google.protobuf.message import DecodeError
 
 from extproc.h2.grpc import Call, Method, Status
 from extproc.metrics import Metrics
 from extproc.xds.snapshot import Snapshot
-from extproc.xds.subscription import AdsSession, Nack
+from extproc.xds.subscription import AdsSession, FirstEndpoints, Nack
 from protos.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 
 STREAM_RESOURCES = (
@@ -21,10 +23,16 @@ log = structlog.get_logger(__name__)
 class AdsService:
     """Serves ``AggregatedDiscoveryService.StreamAggregatedResources``."""
 
-    def __init__(self, snapshot: Snapshot, metrics: Metrics) -> None:
+    def __init__(
+        self, snapshot: Snapshot, metrics: Metrics, first_endpoints: FirstEndpoints | None = None
+    ) -> None:
+        """Serve *snapshot*; *first_endpoints*: see ``subscription``."""
         self.snapshot = snapshot
+        self.first_endpoints = first_endpoints
         self._metrics = metrics
         self._streams: set[_AdsStream] = set()
+        self.on_accepted: Callable[[], None] = lambda: None
+        """Called when an Envoy has accepted clusters."""
 
     def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
@@ -40,6 +48,10 @@ class AdsService:
     def serving(self) -> bool:
         """Tell whether a connected Envoy has a configuration; true when none takes it from here."""
         return not self._streams or any(stream.session.serving() for stream in self._streams)
+
+    def accepts(self, cluster: str) -> bool:
+        """Tell whether a connected Envoy has *cluster*."""
+        return any(cluster in stream.session.clusters for stream in self._streams)
 
     def publish(self, snapshot: Snapshot) -> None:
         """Send *snapshot* to every connected Envoy; later ones get it when they come."""
@@ -73,7 +85,7 @@ class _AdsStream:
 
     def __init__(self, call: Call, service: AdsService) -> None:
         self.call = call
-        self.session = AdsSession(service.snapshot)
+        self.session = AdsSession(service.snapshot, service.first_endpoints)
         self._service = service
 
     def send(self, responses: list[DiscoveryResponse]) -> None:
@@ -86,7 +98,10 @@ class _AdsStream:
         except DecodeError:
             self.call.finish(Status.INVALID_ARGUMENT, "not a DiscoveryRequest")
             return
+        clusters = self.session.clusters
         responses, nack = self.session.on_request(request)
+        if self.session.clusters != clusters:
+            self._service.on_accepted()
         if nack is not None:
             self._service.on_nack(nack)
         self.send(responses)

@@ -13,6 +13,9 @@ import yaml
 
 from extproc.address import Address
 
+OUTLIER_LOG = "outlier.jsonl"
+"""Envoy's log of ejections, in the directory for events."""
+
 EXTPROC_CLUSTER = "extproc"
 """Envoy's cluster for this service's gRPC: xDS, ext_proc and access log. Stands in the bootstrap."""
 
@@ -25,13 +28,21 @@ def read_shipped(name: str) -> str:
     return (Path(__file__).parents[2] / "envoy" / name).read_text()
 
 
-def build_bootstrap(grpc: Address, envoy_admin: Address) -> dict[str, Any]:
-    """Return the shipped bootstrap with the service's and Envoy's own admin address put in."""
+def build_bootstrap(grpc: Address, envoy_admin: Address, events_dir: str = "") -> dict[str, Any]:
+    """Return the shipped bootstrap with the service's and Envoy's own admin address put in.
+
+    *events_dir*: where Envoy logs ejections; empty: nowhere.
+    """
     bootstrap: dict[str, Any] = yaml.safe_load(read_shipped("bootstrap.yaml"))
     shipped_admin = bootstrap["admin"]["address"]
     bootstrap["admin"]["address"] = plain_address(envoy_admin)
     if envoy_admin.path:
         bootstrap["admin"]["address"]["pipe"]["mode"] = shipped_admin["pipe"]["mode"]
+    if events_dir:
+        log = bootstrap["cluster_manager"]["outlier_detection"]
+        log["event_log_path"] = f"{events_dir}/{OUTLIER_LOG}"
+    else:
+        del bootstrap["cluster_manager"]
     assignment = extproc_cluster(bootstrap)["load_assignment"]
     assignment["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] = plain_address(grpc)
     return bootstrap

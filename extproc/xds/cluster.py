@@ -1,4 +1,4 @@
-"""CDS: one cluster per pool, and one for this service's own HTTP endpoints.
+"""CDS: one cluster per pool (and base path), and one for this service's own HTTP endpoints.
 
 A pool's cluster takes the endpoint from the metadata that ext_proc sets, never from a header, so a
 client cannot name one. Each retry takes the next endpoint of the list. Without metadata (service
@@ -11,6 +11,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
     Cluster,
+    ClusterCommonLbConfig,
     ClusterDiscoveryType,
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
@@ -25,6 +26,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
 from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptions as CommonHttpProtocolOptions,
 )
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
@@ -35,11 +37,17 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptionsExplicitHttpConfig,
 )
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
+from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
+from extproc.clusters import ClusterView
 from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
-from extproc.xds.model import ADMIN_CLUSTER, UNROUTED_CLUSTER, EnvoyModel, PoolModel
-from extproc.xds.wire import endpoint_addresses, from_ads, load_assignment, seconds
+from extproc.xds.endpoint import build_endpoints
+from extproc.xds.health_check import build_health_check, build_outlier_detection
+from extproc.xds.model import ADMIN_CLUSTER, UNROUTED_CLUSTER, EnvoyModel
+from extproc.xds.rank_header import build_rank_filters
+from extproc.xds.wire import from_ads, load_assignment, seconds
+from extproc.xds.worker_tls import build_socket_matches, tls_addresses
 
 CONNECT_TIMEOUT_S = 1.0
 WORKER_IDLE_TIMEOUT_S = 4.0
@@ -53,21 +61,33 @@ KEEPALIVE_PROBES = 3
 UNLIMITED = 2**31
 """Envoy's default of 1024 connections and requests is far below what workers hold open."""
 
+TRY_PANIC_PERCENT = 1
+"""Share of healthy workers below which health is ignored: none at all."""
+
+MERGE_WINDOW_S = 0.01
+"""How long Envoy's own balancing may lag behind its verdicts. With the default of 1 s it would refuse
+requests without a pick although workers have just been found healthy."""
+
 SERVED_KEY = "x-gateway-destination-endpoint-served"
 HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
 def build_clusters(model: EnvoyModel, *, static: bool = False) -> list[Cluster]:
     """Return all clusters; with *static*, endpoints stand inside instead of coming from EDS."""
-    clusters = [build_pool_cluster(pool, static=static) for pool in model.pools]
-    clusters.append(
+    clusters = [build_worker_cluster(model, view, static=static) for view in model.clusters]
+    return clusters + build_fixed_clusters(model)
+
+
+def build_fixed_clusters(model: EnvoyModel) -> list[Cluster]:
+    """Return the clusters that have nothing to do with workers."""
+    clusters = [
         Cluster(
             name=ADMIN_CLUSTER,
             type=ClusterDiscoveryType.STATIC,
             connect_timeout=seconds(CONNECT_TIMEOUT_S),
             load_assignment=load_assignment(ADMIN_CLUSTER, [model.admin_address]),
         )
-    )
+    ]
     if model.fail_closed:
         clusters.append(
             Cluster(
@@ -80,10 +100,10 @@ def build_clusters(model: EnvoyModel, *, static: bool = False) -> list[Cluster]:
     return clusters
 
 
-def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
-    """Return the cluster of *pool*."""
+def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool = False) -> Cluster:
+    """Return the cluster of the workers in *view*; of its endpoints only those matter whose TLS goes by address."""
     cluster = Cluster(
-        name=pool.name,
+        name=view.name,
         connect_timeout=seconds(CONNECT_TIMEOUT_S),
         load_balancing_policy=LoadBalancingPolicy(
             policies=[_policy("override_host", _by_metadata())]
@@ -98,7 +118,17 @@ def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
                 )
             ]
         ),
-        typed_extension_protocol_options={HTTP_OPTIONS: Any.pack(_http_options())},
+        common_lb_config=ClusterCommonLbConfig(
+            # Envoy's own balancing must not take to unhealthy workers when few are healthy.
+            healthy_panic_threshold=Percent(value=TRY_PANIC_PERCENT if model.try_unhealthy else 0),
+            update_merge_window=seconds(MERGE_WINDOW_S),
+        ),
+        health_checks=[build_health_check(model.health, view.path, model.events_dir)],
+        outlier_detection=build_outlier_detection(),
+        # Else Envoy keeps a worker that was removed until a check of it fails.
+        ignore_health_on_host_removal=True,
+        transport_socket_matches=build_socket_matches(model.tls, tls_addresses(view)),
+        typed_extension_protocol_options={HTTP_OPTIONS: Any.pack(_http_options(ranks=view.ranked))},
         upstream_connection_options=UpstreamConnectionOptions(
             # A host that vanishes says nothing: without this its streams hang until the idle timeout.
             tcp_keepalive=TcpKeepalive(
@@ -110,7 +140,7 @@ def build_pool_cluster(pool: PoolModel, *, static: bool = False) -> Cluster:
     )
     if static:
         cluster.type = ClusterDiscoveryType.STATIC
-        cluster.load_assignment = load_assignment(pool.name, endpoint_addresses(pool.endpoints))
+        cluster.load_assignment = ClusterLoadAssignment.parse(build_endpoints(view))
     else:
         cluster.type = ClusterDiscoveryType.EDS
         cluster.eds_cluster_config = ClusterEdsClusterConfig(eds_config=from_ads())
@@ -139,7 +169,7 @@ def _policy(name: str, config: OverrideHost | LeastRequest) -> LoadBalancingPoli
     )
 
 
-def _http_options() -> HttpProtocolOptions:
+def _http_options(*, ranks: bool) -> HttpProtocolOptions:
     return HttpProtocolOptions(
         common_http_protocol_options=CommonHttpProtocolOptions(
             idle_timeout=seconds(WORKER_IDLE_TIMEOUT_S)
@@ -147,4 +177,5 @@ def _http_options() -> HttpProtocolOptions:
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
             http_protocol_options=Http1ProtocolOptions()
         ),
+        http_filters=build_rank_filters() if ranks else [],
     )

@@ -28,6 +28,8 @@ from extproc.exchange import (
     CLUSTER_HEADER,
     ENDPOINT_KEY,
     METADATA_NAMESPACE,
+    RANK_HEADER,
+    RANK_NAMESPACE,
     REQUEST_ID_HEADER,
     SUBSET_NAMESPACE,
 )
@@ -36,6 +38,15 @@ from extproc.xds.model import CREDENTIAL_HEADERS, EnvoyModel
 from extproc.xds.wire import seconds
 
 FILTER_NAME = "envoy.filters.http.ext_proc"
+
+MUTABLE_HEADERS = (
+    CLUSTER_HEADER,
+    REQUEST_ID_HEADER,
+    ENDPOINT_KEY,
+    RANK_HEADER,
+    "content-type",  # of our own answers
+    "content-length",  # of a body in which a model's alias was replaced
+)
 
 _SEND = ProcessingModeHeaderSendMode.SEND
 _SKIP = ProcessingModeHeaderSendMode.SKIP
@@ -62,13 +73,13 @@ def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
         ),
         mutation_rules=HeaderMutationRules(
             disallow_all=True,
-            allow_expression=RegexMatcher(
-                regex=f"^({CLUSTER_HEADER}|{REQUEST_ID_HEADER}|{ENDPOINT_KEY}|content-type)$"
-            ),
+            allow_expression=RegexMatcher(regex=f"^({'|'.join(MUTABLE_HEADERS)})$"),
         ),
         metadata_options=MetadataOptions(
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[SUBSET_NAMESPACE]),
-            receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE]),
+            receiving_namespaces=MetadataOptionsMetadataNamespaces(
+                untyped=[METADATA_NAMESPACE, RANK_NAMESPACE]
+            ),
         ),
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
     )

@@ -36,9 +36,8 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.errors import Refusal, error_body, refusal_message
-from extproc.xds.model import UNROUTED_CLUSTER
+from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, UNROUTED_CLUSTER
 
-PROBE_PATHS = ("/health", "/liveness", "/readiness")
 SERVICE_AWAY = json.dumps(
     {"status": "ready", "reason": "the service is away; envoy balances by itself"}
 )
@@ -70,6 +69,12 @@ def build_local_replies(*, fail_closed: bool) -> LocalReplyConfig:
                 503,
                 "router_unavailable",
                 "The router cannot choose a worker at the moment. Retry later.",
+            ),
+            _mapper(
+                _both(_matching(f"xds.cluster_name == '{ADMIN_CLUSTER}'"), _server_error()),
+                503,
+                "router_unavailable",
+                "The router's service is away. Retry later.",
             ),
             _mapper(
                 _flags("UH", "NC", "NFCF"),

@@ -7,6 +7,9 @@ go to the default pool, or nowhere when failing closed.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+from envoy_data_plane.envoy.config.core.v3 import RuntimeFractionalPercent
 from envoy_data_plane.envoy.config.route.v3 import (
     HeaderMatcher,
     RetryPolicy,
@@ -19,15 +22,31 @@ from envoy_data_plane.envoy.config.route.v3 import (
     VirtualHost,
 )
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
+from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
 from extproc.xds.ext_proc import build_disabled
-from extproc.xds.model import ADMIN_CLUSTER, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
+from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
 from extproc.xds.wire import seconds
 
-ADMIN_PATHS = ("/health", "/liveness", "/readiness", "/finish_session")
-ADMIN_TIMEOUT_S = 5.0
+ADMIN_PATHS = (
+    "/finish_session",
+    "/health_generate",
+    "/add_worker",
+    "/remove_worker",
+    "/list_workers",
+    "/get_loads",
+    "/flush_cache",
+    "/get_server_info",
+    "/get_model_info",
+    "/config",
+)
+ADMIN_PREFIXES = ("/workers", "/v1/models")
+"""Alone, or followed by ``/`` and a name."""
+
+PROBE_TIMEOUT_S = 5.0
 INTERNAL_HEADERS = (CLUSTER_HEADER, ENDPOINT_KEY, "x-envoy-external-address")
 """Ours and Envoy's own; of no use to a worker."""
 
@@ -39,19 +58,15 @@ worker that dies after it got the request."""
 
 def build_routes(model: EnvoyModel) -> RouteConfiguration:
     """Return the one route table."""
-    to_pick = _action(model)
-    to_pick.cluster_header = CLUSTER_HEADER
-    has_pick = RouteMatch(
-        prefix="/", headers=[HeaderMatcher(name=CLUSTER_HEADER, present_match=True)]
-    )
-
-    to_default = _action(model)
-    to_default.cluster = UNROUTED_CLUSTER if model.fail_closed else model.pools[0].name
-
     routes = [
-        *(_admin_route(path) for path in ADMIN_PATHS),
-        _inference_route(model, "picked", has_pick, to_pick),
-        _inference_route(model, "unpicked", RouteMatch(prefix="/"), to_default),
+        *(_admin_route(RouteMatch(path=path), path, PROBE_TIMEOUT_S) for path in PROBE_PATHS),
+        *(_admin_route(RouteMatch(path=path), path, 0) for path in ADMIN_PATHS),
+        *(
+            _admin_route(RouteMatch(path_separated_prefix=prefix), prefix, 0)
+            for prefix in ADMIN_PREFIXES
+        ),
+        *_picked_routes(model),
+        *_unpicked_routes(model),
     ]
     return RouteConfiguration(
         name=ROUTES_NAME,
@@ -59,11 +74,54 @@ def build_routes(model: EnvoyModel) -> RouteConfiguration:
     )
 
 
-def _admin_route(path: str) -> Route:
+def _picked_routes(model: EnvoyModel) -> Iterator[Route]:
+    """Yield where requests go that carry a pick: first those whose workers have a base path."""
+    for view in model.clusters:
+        if view.path:
+            header = HeaderMatcher(name=CLUSTER_HEADER, string_match=StringMatcher(exact=view.name))
+            action = _action(model)
+            action.cluster = view.name
+            action.prefix_rewrite = f"{view.path}/"
+            match = RouteMatch(prefix="/", headers=[header])
+            yield _inference_route(model, f"picked {view.name}", match, action)
+    header = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
+    action = _action(model)
+    action.cluster_header = CLUSTER_HEADER
+    match = RouteMatch(prefix="/", headers=[header])
+    yield _inference_route(model, "picked", match, action)
+
+
+def _unpicked_routes(model: EnvoyModel) -> Iterator[Route]:
+    """Yield where requests go without a pick: to the default pool, each base path getting its share."""
+    if model.fail_closed:
+        action = _action(model)
+        action.cluster = UNROUTED_CLUSTER
+        yield _inference_route(model, "unpicked", RouteMatch(prefix="/"), action)
+        return
+    clusters = model.default_clusters
+    for index, view in enumerate(clusters):
+        action = _action(model)
+        action.cluster = view.name
+        if view.path:
+            action.prefix_rewrite = f"{view.path}/"
+        match = RouteMatch(prefix="/")
+        left = len(clusters) - index
+        if left > 1:
+            match.runtime_fraction = RuntimeFractionalPercent(
+                default_value=FractionalPercent(
+                    numerator=1_000_000 // left,
+                    denominator=FractionalPercentDenominatorType.MILLION,
+                )
+            )
+        name = "unpicked" if index == 0 else f"unpicked {view.name}"
+        yield _inference_route(model, name, match, action)
+
+
+def _admin_route(match: RouteMatch, name: str, timeout_s: float) -> Route:
     return Route(
-        name=f"admin {path}",
-        match=RouteMatch(path=path),
-        route=RouteAction(cluster=ADMIN_CLUSTER, timeout=seconds(ADMIN_TIMEOUT_S)),
+        name=f"admin {name}",
+        match=match,
+        route=RouteAction(cluster=ADMIN_CLUSTER, timeout=seconds(timeout_s)),
         typed_per_filter_config=build_disabled(),
     )
 
@@ -80,6 +138,8 @@ def _inference_route(model: EnvoyModel, name: str, match: RouteMatch, action: Ro
 
 def _action(model: EnvoyModel) -> RouteAction:
     return RouteAction(
+        # Only a worker that was given by name has one: it is asked under its own.
+        auto_host_rewrite=True,
         timeout=seconds(0),  # a healthy long stream is never cut
         idle_timeout=seconds(model.idle_timeout_s),
         retry_policy=RetryPolicy(

@@ -9,17 +9,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
-import betterproto2
-from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
-from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
-
-from extproc.xds.cluster import build_clusters
+from extproc.clusters import ClusterView, EndpointView
+from extproc.xds.cluster import build_fixed_clusters, build_worker_cluster
 from extproc.xds.endpoint import build_endpoints
 from extproc.xds.listener import build_listener
 from extproc.xds.model import EnvoyModel
 from extproc.xds.route import build_routes
+from extproc.xds.worker_tls import tls_addresses
 
 _PREFIX = "type.googleapis.com/envoy.config"
 CLUSTER_TYPE = f"{_PREFIX}.cluster.v3.Cluster"
@@ -39,9 +37,9 @@ class Resources:
     by_name: Mapping[str, bytes]
 
     @classmethod
-    def of(cls, messages: Mapping[str, betterproto2.Message]) -> Resources:
-        """Serialise *messages* and hash them into a version."""
-        by_name = {name: bytes(messages[name]) for name in sorted(messages)}
+    def of(cls, serialised: Mapping[str, bytes]) -> Resources:
+        """Hash *serialised* into a version."""
+        by_name = {name: serialised[name] for name in sorted(serialised)}
         digest = hashlib.sha256()
         for name, value in by_name.items():
             digest.update(f"{name} {len(value)} ".encode())
@@ -59,30 +57,64 @@ class Snapshot:
 
 def build_snapshot(model: EnvoyModel) -> Snapshot:
     """Build all resources of *model*. Equal models give equal bytes."""
-    endpoints = {pool.name: build_endpoints(pool) for pool in model.pools}
-    pools = tuple(dataclasses.replace(pool, endpoints=()) for pool in model.pools)
-    lasting = _lasting_resources(dataclasses.replace(model, pools=pools))
-    resources = {**lasting, ENDPOINT_TYPE: Resources.of(endpoints)}
+    endpoints = {cluster.name: build_endpoints(cluster) for cluster in model.clusters}
+    clusters = _clusters(model)
+    check_consistent(clusters, endpoints, model)
+    views = tuple(dataclasses.replace(c, endpoints=()) for c in model.clusters)
+    routes = _routes(dataclasses.replace(model, clusters=views))
+    resources = {
+        CLUSTER_TYPE: Resources.of(clusters),
+        ENDPOINT_TYPE: Resources.of(endpoints),
+        LISTENER_TYPE: Resources.of(_listener(dataclasses.replace(model, clusters=()))),
+        ROUTE_TYPE: Resources.of(routes),
+    }
     return Snapshot({type_url: resources[type_url] for type_url in TYPES})
 
 
+# What does not depend on the workers is built once: their coming and going must cost little.
+
+
+def _clusters(model: EnvoyModel) -> dict[str, bytes]:
+    settings = dataclasses.replace(model, clusters=())
+    built = dict(_fixed_clusters(settings))
+    for view in model.clusters:
+        built[view.name] = _cluster(settings, _lasting(view))
+    return built
+
+
+def _lasting(view: ClusterView) -> ClusterView:
+    """Leave of the endpoints what the cluster itself depends on: addresses that stand for TLS names."""
+    endpoints = tuple(EndpointView("", address, tls=True) for address in tls_addresses(view))
+    return dataclasses.replace(view, endpoints=endpoints, is_default=False)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cluster(settings: EnvoyModel, view: ClusterView) -> bytes:
+    return bytes(build_worker_cluster(settings, view))
+
+
 @functools.lru_cache(maxsize=4)
-def _lasting_resources(model: EnvoyModel) -> Mapping[str, Resources]:
-    """Return what does not depend on the workers, so that their coming and going costs little."""
-    clusters = {cluster.name: cluster for cluster in build_clusters(model)}
-    check_consistent(clusters, {pool.name: build_endpoints(pool) for pool in model.pools})
-    listener, routes = build_listener(model), build_routes(model)
-    return {
-        CLUSTER_TYPE: Resources.of(clusters),
-        LISTENER_TYPE: Resources.of({listener.name: listener}),
-        ROUTE_TYPE: Resources.of({routes.name: routes}),
-    }
+def _fixed_clusters(settings: EnvoyModel) -> Mapping[str, bytes]:
+    return {cluster.name: bytes(cluster) for cluster in build_fixed_clusters(settings)}
+
+
+@functools.lru_cache(maxsize=4)
+def _listener(settings: EnvoyModel) -> Mapping[str, bytes]:
+    listener = build_listener(settings)
+    return {listener.name: bytes(listener)}
+
+
+@functools.lru_cache(maxsize=16)
+def _routes(model: EnvoyModel) -> Mapping[str, bytes]:
+    """Return the route table of *model*, whose clusters have no endpoints."""
+    routes = build_routes(model)
+    return {routes.name: bytes(routes)}
 
 
 def check_consistent(
-    clusters: Mapping[str, Cluster], endpoints: Mapping[str, ClusterLoadAssignment]
+    clusters: Collection[str], endpoints: Collection[str], model: EnvoyModel
 ) -> None:
-    """Every EDS cluster has its endpoints and the other way round, or Envoy would wait for ever."""
-    wanted = {name for name, c in clusters.items() if c.type is ClusterDiscoveryType.EDS}
-    if wanted != set(endpoints):
-        raise ValueError(f"EDS clusters {sorted(wanted)} but endpoints for {sorted(endpoints)}")
+    """Every cluster of workers has its endpoints and the other way round, or Envoy would wait for ever."""
+    wanted = {view.name for view in model.clusters}
+    if wanted != set(endpoints) or not wanted <= set(clusters):
+        raise ValueError(f"clusters {sorted(wanted)} but endpoints for {sorted(endpoints)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import betterproto2
@@ -16,18 +17,22 @@ from extproc.xds.route import build_routes
 
 def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> dict[str, Any]:
     """Return the bootstrap with listener, routes, clusters and workers inside."""
-    config = build_bootstrap(grpc, envoy_admin)
+    config = build_bootstrap(grpc, envoy_admin, model.events_dir)
     del config["dynamic_resources"]
     listener = build_listener(model, build_routes(model))
     config["static_resources"] = {
-        "listeners": [_plain(listener)],
+        "listeners": [plain(listener)],
         "clusters": [
             extproc_cluster(config),
-            *(_plain(cluster) for cluster in build_clusters(model, static=True)),
+            *(plain(cluster) for cluster in build_clusters(model, static=True)),
         ],
     }
     return config
 
 
-def _plain(message: betterproto2.Message) -> dict[str, Any]:
-    return message.to_dict(casing=betterproto2.Casing.SNAKE)
+def plain(message: betterproto2.Message) -> dict[str, Any]:
+    """Return *message* under the names that Envoy's YAML has.
+
+    Fields have those names already; ``Casing.SNAKE`` would make ``consecutive_5_xx`` of ``consecutive_5xx``.
+    """
+    return message.to_dict(casing=typing.cast(betterproto2.Casing, str))

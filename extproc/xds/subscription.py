@@ -10,11 +10,17 @@ State of the world (SotW) xDS over one aggregated stream. Rules, from Envoy's xD
 * A request that names other resources than before is a new subscription and is answered at once.
 * What is referred to is sent first: clusters, endpoints, listeners, routes. A cluster that changes warms
   up until its endpoints arrive, and a listener until its routes do, so those follow always.
+
+One rule is our own. A cluster that is new to Envoy is not used before each of its endpoints has been
+checked once, and an Envoy that has just started waits for all clusters with its listener: a worker that
+hangs would hold up everything for the time-out of a health check. So the first answer for a cluster
+holds only endpoints that are known to be healthy, and the rest follows as soon as Envoy has taken it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 
 from extproc.xds.snapshot import (
     CLUSTER_TYPE,
@@ -25,6 +31,12 @@ from extproc.xds.snapshot import (
     Snapshot,
 )
 from protos.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
+
+_PARTIAL = "-healthy"
+"""Ends the version of endpoints that are not all there yet."""
+
+FirstEndpoints = Callable[[], Mapping[str, bytes]]
+"""Returns, by cluster, the endpoints that are known to be healthy, serialised."""
 
 _FOLLOWS = {CLUSTER_TYPE: ENDPOINT_TYPE, LISTENER_TYPE: ROUTE_TYPE}
 
@@ -50,10 +62,17 @@ class _Subscription:
 class AdsSession:
     """The subscriptions of one stream."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, first_endpoints: FirstEndpoints | None = None) -> None:
+        """Begin with *snapshot*; without *first_endpoints* every answer is complete."""
         self._snapshot = snapshot
+        self._first_endpoints = first_endpoints
+        self._settled: set[str] = set()
+        """Clusters whose endpoints Envoy has all got, now or in an earlier stream."""
         self._subscriptions: dict[str, _Subscription] = {}
         self._nonce = 0
+        self._offered: frozenset[str] = frozenset()
+        self.clusters: frozenset[str] = frozenset()
+        """The clusters that Envoy has."""
 
     def on_request(self, request: DiscoveryRequest) -> tuple[list[DiscoveryResponse], Nack | None]:
         """Take a request; return what to send and, if it was one, the refusal."""
@@ -64,6 +83,8 @@ class AdsSession:
         subscription = self._subscriptions.get(type_url)
         if subscription is None or not request.response_nonce:
             self._subscriptions[type_url] = _Subscription(names)
+            if type_url == ENDPOINT_TYPE and request.version_info:
+                self._settled.update(names)  # it had them from an earlier stream
             return [self._respond(type_url)], None
         if request.response_nonce != subscription.nonce:
             return [], None
@@ -72,7 +93,12 @@ class AdsSession:
             nack = Nack(type_url, subscription.sent_version, request.error_detail.message)
         else:
             subscription.acked_version = subscription.sent_version
-        if names != subscription.names:
+            if type_url == CLUSTER_TYPE:
+                self.clusters = self._offered
+        partial = nack is None and subscription.sent_version.endswith(_PARTIAL)
+        if partial:
+            self._settled.update(subscription.names)
+        if names != subscription.names or partial:
             subscription.names = names
             return [self._respond(type_url)], nack
         return [], nack
@@ -86,7 +112,8 @@ class AdsSession:
             subscription = self._subscriptions.get(type_url)
             if subscription is None:
                 continue
-            changed = subscription.sent_version != snapshot.resources[type_url].version
+            sent = subscription.sent_version.removesuffix(_PARTIAL)
+            changed = sent != snapshot.resources[type_url].version
             if changed or due:
                 responses.append(self._respond(type_url))
             due = changed and type_url in _FOLLOWS
@@ -110,7 +137,29 @@ class AdsSession:
         )
         # In CDS and LDS no names means all; EDS and RDS answer what was asked for.
         wildcard = not subscription.names and type_url in (CLUSTER_TYPE, LISTENER_TYPE)
-        for name, value in resources.by_name.items():
+        by_name = resources.by_name
+        if type_url == CLUSTER_TYPE:
+            self._offered = frozenset(by_name)
+        if type_url == ENDPOINT_TYPE:
+            by_name = self._cautious(by_name, subscription.names)
+            if by_name is not resources.by_name:
+                subscription.sent_version += _PARTIAL
+                response.version_info = subscription.sent_version
+        for name, value in by_name.items():
             if wildcard or name in subscription.names:
                 response.resources.add(type_url=type_url, value=value)
         return response
+
+    def _cautious(
+        self, complete: Mapping[str, bytes], names: tuple[str, ...]
+    ) -> Mapping[str, bytes]:
+        """Return *complete* with fewer endpoints in clusters that are new to Envoy, if any are."""
+        self._settled.intersection_update(names)
+        new = [name for name in names if name not in self._settled and name in complete]
+        if self._first_endpoints is None or not new:
+            return complete
+        first = self._first_endpoints()
+        if all(first.get(name) == complete[name] for name in new):
+            self._settled.update(new)
+            return complete
+        return {**complete, **{name: first.get(name, complete[name]) for name in new}}

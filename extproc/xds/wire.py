@@ -21,7 +21,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
     LocalityLbEndpoints,
 )
 
-from extproc.address import Address, split_host_port
+from extproc.address import Address
 
 
 def seconds(value: float) -> dt.timedelta:
@@ -50,8 +50,3 @@ def load_assignment(cluster: str, addresses: list[Address]) -> ClusterLoadAssign
         cluster_name=cluster,
         endpoints=[LocalityLbEndpoints(lb_endpoints=endpoints)] if endpoints else [],
     )
-
-
-def endpoint_addresses(endpoints: tuple[str, ...]) -> list[Address]:
-    """Parse ``ip:port`` texts, each once: two workers may share an endpoint, two hosts may not."""
-    return [Address(*split_host_port(endpoint)) for endpoint in dict.fromkeys(endpoints)]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from extproc.address import Address
+from extproc.clusters import ClusterView, EndpointView
 from extproc.config import Config
-from extproc.main import DEFAULT_POOL, envoy_model
+from extproc.envoy_settings import envoy_model
+from extproc.registry import DEFAULT_POOL
 from extproc.xds.ext_proc import FILTER_NAME
-from extproc.xds.model import PoolModel
 from extproc.xds.standalone import build_standalone
 
 _TYPES = "type.googleapis.com/envoy.extensions"
@@ -38,7 +39,8 @@ def build_alone(config: Config, endpoints: Sequence[str], admin: Path) -> dict[s
 
     What is left is the same listener, route and pool, balanced by Envoy's least request.
     """
-    model = envoy_model(config, (PoolModel(DEFAULT_POOL, tuple(endpoints)),))
+    workers = tuple(map(EndpointView, endpoints))
+    model = envoy_model(config, (ClusterView(DEFAULT_POOL, "", workers),), DEFAULT_POOL)
     static = build_standalone(model, Address(path="/none"), Address(path=str(admin)))
     (listener,) = static["static_resources"]["listeners"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]

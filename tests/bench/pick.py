@@ -18,10 +18,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from extproc.address import WorkerUrl
 from extproc.discovery.updates import Reset, WorkerSpec
 from extproc.exchange import Exchange
 from extproc.pool import Pool
-from extproc.router import Router
+from extproc.registry import Registry, Settings
+from extproc.router import Routed, Router
 from policies import registry
 from policies.base import Policy, Request
 from protos.ext_proc_pb2 import ProcessingMode, ProcessingRequest
@@ -58,20 +60,13 @@ def _timed(call: Callable[[], object], loops: int) -> float:
     return time.thread_time() - started
 
 
-def pool_of(count: int) -> Pool:
-    """Return a pool of *count* workers."""
-    pool = Pool("default")
-    numbers = range(1, count + 1)
-    pool.apply(
-        Reset(
-            tuple(
-                WorkerSpec(url=f"http://10.0.{n >> 8}.{n & 255}:8000", endpoint=endpoint)
-                for n in numbers
-                for endpoint in (f"10.0.{n >> 8}.{n & 255}:8000",)
-            )
-        )
-    )
-    return pool
+def router_of(policy: Policy, count: int) -> tuple[Router, Pool]:
+    """Return a router with *policy* before *count* workers, and their pool."""
+    registry = Registry(lambda: policy, Settings(follows_envoy=False, asks_models=False))
+    urls = (f"http://10.0.{n >> 8}.{n & 255}:8000" for n in range(1, count + 1))
+    registry.apply("static", Reset(tuple(WorkerSpec(WorkerUrl.parse(url)) for url in urls)), 0.0)
+    registry.commit(0.0)
+    return Router(registry, random.Random(0)), registry.pools[0]
 
 
 def request_for(policy: Policy) -> Request:
@@ -84,8 +79,8 @@ def request_for(policy: Policy) -> Request:
 
 def bench_policy(cls: type[Policy], count: int, seconds: float) -> tuple[float, float]:
     """Return ns per pick and per decision with *count* workers."""
-    policy, pool = cls(), pool_of(count)
-    router = Router(pool, policy, random.Random(0))
+    policy = cls()
+    router, pool = router_of(policy, count)
     request, workers, rng = request_for(policy), pool.candidates, random.Random(0)
 
     def pick() -> None:
@@ -93,7 +88,8 @@ def bench_policy(cls: type[Policy], count: int, seconds: float) -> tuple[float, 
 
     def decide() -> None:
         decision = router.decide(request, 1.0)
-        router.on_done(decision.workers[0], 1.0)
+        assert isinstance(decision, Routed)
+        pool.on_done(decision.workers[0], 1.0)
 
     return ns_per_call(pick, seconds), ns_per_call(decide, seconds)
 
@@ -124,7 +120,7 @@ def messages(*, with_body: bool) -> list[bytes]:
 
 def bench_exchange(cls: type[Policy], seconds: float) -> float:
     """Return ns per exchange with 16 workers."""
-    router = Router(pool_of(16), cls(), random.Random(0))
+    router, _ = router_of(cls(), 16)
     ids = random.Random(0)
     raw_messages = messages(with_body=cls.needs_body)
 

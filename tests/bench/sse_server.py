@@ -1,4 +1,4 @@
-"""A worker that never ends: headers, one server-sent event, then silence.
+"""A healthy worker that never ends: headers, one server-sent event, then silence.
 
 ``python -m tests.bench.sse_server PORT...`` listens on every port. SIGUSR1 ends the streams that are
 open.
@@ -17,6 +17,7 @@ _OPENING = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
     b'1b\r\ndata: {"object": "chunk"}\n\n\r\n'
 )
+_EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 _END = b"0\r\n\r\n"
 _open: set[_Worker] = set()
 
@@ -32,6 +33,10 @@ class _Worker(asyncio.Protocol):
         self.received += data
         head, separator, body = bytes(self.received).partition(b"\r\n\r\n")
         if not separator:
+            return
+        if head.startswith(b"GET "):  # a health check, or a question about models
+            self.received.clear()
+            self.transport.write(_EMPTY)
             return
         length = next(
             int(line.partition(b":")[2])

@@ -90,13 +90,23 @@ StartRouter = Callable[..., Router]
 
 @pytest.fixture
 def start_router(tmp_path: Path) -> Iterator[StartRouter]:
-    """Start routers; at the end each must stop with status 0 and leave nothing behind."""
+    """Start routers; at the end each must stop with status 0 and leave nothing behind.
+
+    ``ready=False`` does not wait at all; see ``Router.until_ready`` for the other options.
+    """
     routers: list[Router] = []
 
-    def start(worker_urls: list[str], *flags: str, ready: bool = True, **options: Any) -> Router:
+    def start(
+        worker_urls: list[str],
+        *flags: str,
+        ready: bool = True,
+        healthy: bool = True,
+        workers: int | None = None,
+        **options: Any,
+    ) -> Router:
         router = Router(worker_urls, tmp_path, *flags, **options)
         routers.append(router)
-        return router.until_ready() if ready else router
+        return router.until_ready(healthy=healthy, workers=workers) if ready else router
 
     try:
         yield start

@@ -32,6 +32,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 START_LIMIT_S = 40.0
 STOP_LIMIT_S = 20.0
+WORKERS_LIMIT_S = 20.0
 POLL_S = 0.01
 HTTP_LIMIT_S = 10.0
 OUTPUT_SHOWN_CHARS = 6000
@@ -306,6 +307,7 @@ class Router(Program):
         ports: tuple[int, int] | None = None,
     ) -> None:
         self.host = host
+        self._workers = len(worker_urls)
         self.port, self.metrics_port = ports or (free_port(), free_port())
         super().__init__(
             f"router-{self.port}-{next(_serial)}",
@@ -349,18 +351,35 @@ class Router(Program):
             if entry.get("event") == event and keys.items() <= entry.items()
         ]
 
-    def until_ready(self) -> Router:
-        """Wait until the router says that it is ready."""
+    def until_ready(self, *, healthy: bool = True, workers: int | None = None) -> Router:
+        """Wait until the router says that it is ready, and until *workers* of its workers may be picked.
+
+        *healthy*: False when no worker is going to be healthy; then the router need only listen.
+        *workers*: None means all that were named by flags; 0: as many as the router itself waits for.
+        """
+        said = "router ready" if healthy else "router listening"
 
         def ready() -> bool:
             assert self.running, f"the router ended\n{self.describe()}"
-            return bool(self.logged("router ready"))
+            return bool(self.logged(said))
 
-        wait_until(ready, START_LIMIT_S, "router ready")
+        wait_until(ready, START_LIMIT_S, said)
         if not self._accepts():
             refused_when_ready.append(self.name)
             wait_until(self._accepts, 5, "the router accepts connections")
+        wanted = self._workers if workers is None else workers
+        if healthy and wanted:
+            self.until_workers(wanted)
         return self
+
+    def until_workers(self, count: int, limit_s: float = WORKERS_LIMIT_S) -> float:
+        """Wait until *count* workers may be picked; return the seconds that took."""
+
+        def there() -> bool:
+            metrics = self.serving_metrics()
+            return metrics is not None and metrics("workers") == count
+
+        return wait_until(there, limit_s, f"{count} workers that may be picked")
 
     def _accepts(self) -> bool:
         host = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1"}.get(self.host, self.host)

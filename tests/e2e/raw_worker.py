@@ -2,7 +2,7 @@
 
 It runs in a thread with an event loop of its own, so that routers that live for a whole session can
 have it, whatever loop a test uses. Each test takes a path of its own (``unique_path``) and says with
-``on`` what happens there; other paths are answered with what arrived, as JSON.
+``on`` what happens there; other paths, ``/health`` among them, are answered with what arrived, as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import socket
 import struct
 import threading
 import uuid
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+
+from tests.e2e.harness import free_port
 
 WAIT_LIMIT_S = 90.0
 KEPT_BYTES = 65_536
@@ -148,20 +151,17 @@ class RawWorker:
     """One or more workers in a thread.
 
     *keep_alive_s*: idle connections are closed after so many seconds; None keeps them.
-    *hangs_up*: connections are closed as soon as they are accepted.
     """
 
-    def __init__(
-        self, count: int = 1, *, keep_alive_s: float | None = None, hangs_up: bool = False
-    ) -> None:
-        self.ports: list[int] = []
-        self.connections = 0
-        """Connections accepted so far."""
+    def __init__(self, count: int = 1, *, keep_alive_s: float | None = None) -> None:
+        # No connection of anybody's takes one of these ports while a worker refuses.
+        self.ports = [free_port() for _ in range(count)]
         self.errors: list[BaseException] = []
         """What handlers raised, lost connections aside."""
-        self._count = count
         self._keep_alive_s = keep_alive_s
-        self._hangs_up = hangs_up
+        self._hangs_up = False
+        self._servers: list[asyncio.Server] = []
+        self._begun: Counter[str] = Counter()
         self._received: dict[str, list[Received]] = {}
         self._arriving: dict[str, Received] = {}
         self._handlers: dict[str, Handler] = {}
@@ -204,23 +204,53 @@ class RawWorker:
         (request,) = self.received(path)
         return request
 
+    def begun(self, path: str) -> int:
+        """Return how many requests for *path* (query string aside) began to arrive, whole or not."""
+        return self._begun[path]
+
+    def refuse(self) -> None:
+        """Close all connections and refuse new ones."""
+        self._call(self._close())
+
+    def hang_up(self) -> None:
+        """Close all connections, and new ones as soon as they are accepted."""
+        self._hangs_up = True
+        self._call(self._drop())
+
+    def come_back(self) -> None:
+        """Serve as at the beginning."""
+        self._hangs_up = False
+        if not self._servers:
+            self._call(self._listen())
+
+    def _call(self, work: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_until_complete(self._serve())
         self._loop.close()
 
     async def _serve(self) -> None:
-        servers = []
-        for _ in range(self._count):
-            server = await asyncio.start_server(
-                self._accept, "127.0.0.1", 0, limit=READ_BYTES, backlog=4096
-            )
-            servers.append(server)
-            self.ports.append(server.sockets[0].getsockname()[1])
+        await self._listen()
         self._ready.set()
         await self._stop.wait(24 * 3600)
-        for server in servers:
+        await self._close()
+
+    async def _listen(self) -> None:
+        for port in self.ports:
+            server = await asyncio.start_server(
+                self._accept, "127.0.0.1", port, limit=READ_BYTES, backlog=4096
+            )
+            self._servers.append(server)
+
+    async def _close(self) -> None:
+        for server in self._servers:
             server.close()
+        self._servers.clear()
+        await self._drop()
+
+    async def _drop(self) -> None:
         for task in self._open:
             task.cancel()
         if self._open:
@@ -230,7 +260,6 @@ class RawWorker:
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
-        self.connections += 1
         stream = Stream(reader, writer)
         try:
             while stream.keep_alive and not self._hangs_up:
@@ -239,6 +268,7 @@ class RawWorker:
                 request = _parse_head(head, writer.get_extra_info("sockname")[1])
                 path = request.target.partition("?")[0]
                 self._arriving[path] = request
+                self._begun[path] += 1
                 await _read_body(request, reader)
                 self._received.setdefault(path, []).append(request)
                 await self._handlers.get(path, _describe)(request, stream)

@@ -25,7 +25,7 @@ async def test_ipv6_listener_and_worker(start_router: StartRouter, start_sim: St
     router = start_router([sim.url], host="::1")
 
     for _ in range(3):
-        response = await ask(router.port, "GET", "/v1/models", host="::1")
+        response = await ask(router.port, "GET", "/version", host="::1")
         assert response.status == 200
         assert response.values("x-sim-worker") == [sim.worker_name]
 
@@ -44,16 +44,16 @@ async def test_workers_of_both_families(start_router: StartRouter, start_sim: St
     router = start_router([four.url, long_form], "--policy", "round_robin", host="0.0.0.0")
 
     served = [
-        (await ask(router.port, "GET", "/v1/models")).values("x-sim-worker")[0] for _ in range(4)
+        (await ask(router.port, "GET", "/version")).values("x-sim-worker")[0] for _ in range(4)
     ]
 
     assert sorted(served) == sorted([four.worker_name, six.worker_name] * 2)
 
 
 async def test_workers_by_name(start_router: StartRouter, start_sim: StartSim) -> None:
-    """``localhost``, and the name of this machine if it stands for a loopback address."""
+    """``localhost``, and the name of this machine if it stands for a loopback address, in any case."""
     first = start_sim()
-    urls = [f"http://localhost:{first.port}"]
+    urls = [f"http://LocalHost:{first.port}"]
     names = {first.worker_name}
     host = socket.gethostname()
     try:
@@ -67,10 +67,10 @@ async def test_workers_by_name(start_router: StartRouter, start_sim: StartSim) -
     router = start_router(urls, "--policy", "round_robin", host="localhost")
 
     served = {
-        (await ask(router.port, "GET", "/v1/models")).values("x-sim-worker")[0] for _ in range(4)
+        (await ask(router.port, "GET", "/version")).values("x-sim-worker")[0] for _ in range(4)
     }
 
     assert served == names
-    for url in urls:
+    for url in map(str.lower, urls):
         assert router.metrics()("worker_in_flight", worker=url) == 0
         assert f'worker="{url}"' in router.metrics().text

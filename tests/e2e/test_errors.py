@@ -105,10 +105,10 @@ async def test_no_worker(workerless_router: Router) -> None:
 
     responses = [
         await ask(router.port, "POST", "/v1/chat/completions", body=b'{"model": "m"}'),
-        await ask(router.port, "GET", "/v1/models"),
+        await ask(router.port, "GET", "/version"),
     ]
     async with H2Connection(router.port) as connection:
-        responses.append(await connection.ask("GET", "/v1/models"))
+        responses.append(await connection.ask("GET", "/version"))
 
     for response in responses:
         assert response.status == 503

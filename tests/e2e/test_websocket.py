@@ -107,7 +107,7 @@ async def test_refused_upgrade_is_the_workers_answer(realtime_router: Router) ->
             pass
 
     assert caught.value.response.status_code == 404
-    after = await ask(realtime_router.port, "GET", "/v1/models")
+    after = await ask(realtime_router.port, "GET", "/version")
     assert after.status == 200
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.client import Connection, ask, openai_error
 from tests.e2e.conftest import BODY_FLAGS, StartRouter
-from tests.e2e.harness import Router, Sim, refusing_url
+from tests.e2e.harness import Router, Sim, until
 from tests.e2e.raw_worker import RawWorker, Received, Stream, respond, unique_path
 
 pytestmark = pytest.mark.envoy
@@ -19,28 +19,28 @@ pytestmark = pytest.mark.envoy
 REQUESTS = 50
 StartWorker = Callable[..., RawWorker]
 
-
-def _refuses(_start_worker: StartWorker, count: int) -> list[str]:
-    return [refusing_url() for _ in range(count)]
-
-
-def _hangs_up(start_worker: StartWorker, count: int) -> list[str]:
-    return start_worker(count, hangs_up=True).urls
-
-
-FAILURES = {"refuses": _refuses, "hangs up": _hangs_up}
+FAILURES = {"refuses": RawWorker.refuse, "hangs up": RawWorker.hang_up}
 
 
 @pytest.fixture
 def start_failing_router(
     start_router: StartRouter, start_worker: StartWorker, plugin_env: dict[str, str]
-) -> Callable[..., tuple[Router, RawWorker]]:
-    """Start a router before workers with the *failures* and *sound* sound ones."""
+) -> Callable[..., tuple[Router, list[str], RawWorker]]:
+    """Start a router before workers that fail once they are healthy, and *sound* sound ones.
 
-    def start(mode: str, failures: Sequence[str], sound: int) -> tuple[Router, RawWorker]:
+    Returns the URLs of those that fail, too.
+    """
+
+    def start(
+        mode: str, failures: Sequence[str], sound: int
+    ) -> tuple[Router, list[str], RawWorker]:
         worker = start_worker(sound)
-        failing = [url for failure in failures for url in FAILURES[failure](start_worker, 1)]
-        return start_router([*failing, *worker.urls], *BODY_FLAGS[mode], env=plugin_env), worker
+        failing = [start_worker() for _ in failures]
+        urls = [url for one in failing for url in one.urls]
+        router = start_router([*urls, *worker.urls], *BODY_FLAGS[mode], env=plugin_env)
+        for one, failure in zip(failing, failures, strict=True):
+            FAILURES[failure](one)
+        return router, urls, worker
 
     return start
 
@@ -57,16 +57,17 @@ def start_failing_router(
     ],
 )
 async def test_next_worker_serves(
-    start_failing_router: Callable[..., tuple[Router, RawWorker]],
+    start_failing_router: Callable[..., tuple[Router, list[str], RawWorker]],
     mode: str,
     failures: list[str],
     sound: int,
 ) -> None:
     """Every request is answered with 200, its body is whole, and it reaches one worker only.
 
-    Small bodies, then 1 MB with its length announced and in chunks, several at once.
+    Small bodies, then 1 MB with its length announced and in chunks, several at once. Each of the failing
+    workers is picked, so the first picks walk the list of fallbacks.
     """
-    router, worker = start_failing_router(mode, failures, sound)
+    router, failing, worker = start_failing_router(mode, failures, sound)
     paths = [unique_path() for _ in range(REQUESTS)]
     bodies = [b'{"n": %d}' % number for number in range(REQUESTS)]
     noise = random.Random(6)
@@ -92,6 +93,13 @@ async def test_next_worker_serves(
 
     assert statuses == [200] * REQUESTS
     assert [worker.only(path).body for path in paths] == bodies
+    event = "worker suspended: it cannot be reached"
+    await until(
+        lambda: all(router.logged(event, worker=url) for url in failing),
+        5,
+        "all were tried in vain",
+    )
+    assert router.metrics()("retries_total") >= len(failing)
     await router.until_idle()
 
 
@@ -153,10 +161,12 @@ async def test_stream_that_breaks_does_not_look_whole(
     ],
 )
 async def test_no_worker_can_be_reached(
-    start_failing_router: Callable[..., tuple[Router, RawWorker]], mode: str, failures: list[str]
+    start_failing_router: Callable[..., tuple[Router, list[str], RawWorker]],
+    mode: str,
+    failures: list[str],
 ) -> None:
     """503 as OpenAI words errors, without an address in it."""
-    router, _ = start_failing_router(mode, failures, 0)
+    router, _, _ = start_failing_router(mode, failures, 0)
 
     response = await ask(router.port, "POST", "/v1/chat/completions", body=b'{"model": "m"}')
 
@@ -173,12 +183,13 @@ async def test_worker_comes_back(start_router: StartRouter, start_sim: Callable[
     """A worker that is started again gets its requests again."""
     sim = start_sim()
     router = start_router([sim.url])
-    assert (await ask(router.port, "GET", "/v1/models")).status == 200
+    assert (await ask(router.port, "GET", "/version")).status == 200
 
     sim.end()
-    away = await ask(router.port, "GET", "/v1/models")
+    away = await ask(router.port, "GET", "/version")
     start_sim(port=sim.port)
-    back = await ask(router.port, "GET", "/v1/models")
+    back = await ask(router.port, "GET", "/version")
 
     assert away.status == 503
+    assert openai_error(away)["code"] == "worker_connection_failed"
     assert back.status == 200

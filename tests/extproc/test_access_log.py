@@ -21,8 +21,8 @@ FIRST_BYTE = "vllm_extproc_time_to_first_byte_seconds"
 
 
 @pytest.fixture
-def metrics(pool):
-    return Metrics("random", [pool])
+def metrics(registry):
+    return Metrics("random", registry)
 
 
 @pytest.fixture

@@ -12,13 +12,14 @@ from extproc import __version__, cli, launcher
 from extproc import main as service
 from extproc.address import Address
 from extproc.check import render_envoy_config
+from extproc.clusters import ClusterView, EndpointView
 from extproc.config import Config
-from extproc.main import DEFAULT_POOL, envoy_model
+from extproc.envoy_settings import envoy_model
+from extproc.registry import DEFAULT_POOL
 from extproc.xds.bootstrap import build_bootstrap
-from extproc.xds.model import PoolModel
 from extproc.xds.standalone import build_standalone
 
-COMMANDS = ["launch", "serve", "envoy-config", "check", "sim-worker", "demo"]
+COMMANDS = ["launch", "serve", "envoy-config", "check", "sim-worker", "demo", "workers", "top"]
 OPTIONS = [field.name for field in msgspec.structs.fields(Config)]
 ENVOY_ADMIN = Address("127.0.0.1", 9901)
 
@@ -111,6 +112,9 @@ def test_version_is_printed(capsys):
         ["serve", "--port"],
         ["serve", "--log-level", "loud"],
         ["serve", "--body-mode", "x"],
+        ["serve", "--dp-rank-offset", "x"],
+        ["serve", "--when-none-healthy", "wait"],
+        ["workers"],
         ["serve", "stray"],
     ],
     ids=" ".join,
@@ -132,7 +136,9 @@ def test_wrong_usage_ends_with_status_2(capsys, arguments):
         (["--request-timeout-secs", "nan"], "request_timeout_secs"),
         (["--request-timeout-secs", "inf"], "request_timeout_secs"),
         (["--host", "example.com"], "host: expected an IP address"),
-        (["--worker-urls", "https://10.0.0.5"], "https workers are not supported yet"),
+        (["--worker-urls", "https://"], "expected http://host:port or https://host:port"),
+        (["--model-alias", "gpt-4"], "model_aliases: expected ALIAS=MODEL, got 'gpt-4'"),
+        (["--health-check-interval-secs", "0"], "$.health_check_interval_secs"),
         (["--worker-urls", "http://a", "http://a"], "is given twice"),
         (["--config", "/nonexistent/router.yaml"], "cannot read /nonexistent/router.yaml"),
     ],
@@ -178,6 +184,13 @@ def test_flags_become_the_configuration(served, command):
     [
         (["--worker-urls", "http://a", "--worker-urls", "http://b"], "worker_urls", ("http://a", "http://b")),
         (["--session-header", "x-a", "--session-headers", "x-b", "x-c"], "session_headers", ("x-a", "x-b", "x-c")),
+        (["--model-alias", "a=m", "--model-aliases", "b=m", "c=m"], "model_aliases", ("a=m", "b=m", "c=m")),
+        (["--worker-dns", "http://workers:8000"], "worker_dns", ("http://workers:8000",)),
+        (["--health-failure-threshold", "7"], "health_failure_threshold", 7),
+        (["--when-none-healthy", "try"], "when_none_healthy", "try"),
+        (["--lora-any"], "lora_any", True),
+        (["--intra-node-data-parallel-size", "8"], "intra_node_data_parallel_size", 8),
+        (["--dp-rank-offset", "global"], "dp_rank_offset", "global"),
         (["--cache-threshold", "0.25"], "cache_threshold", 0.25),
         (["--balance-abs-threshold", "3"], "balance_abs_threshold", 3),
         (["--hash-fallback", "body"], "hash_fallback", "body"),
@@ -243,7 +256,8 @@ def test_static_envoy_config_is_the_standalone_configuration(capsys, flags):
         fail_closed="--fail-closed" in flags,
         body_mode="full_duplex" if "full_duplex" in flags else "buffered",
     )
-    model = envoy_model(config, (PoolModel(DEFAULT_POOL, ("10.0.0.5:8000", "[::1]:8001")),))
+    endpoints = (EndpointView("10.0.0.5:8000"), EndpointView("[::1]:8001"))
+    model = envoy_model(config, (ClusterView(DEFAULT_POOL, "", endpoints, is_default=True),))
     expected = build_standalone(model, Address("127.0.0.1", 9002), ENVOY_ADMIN)
     assert yaml.safe_load(capsys.readouterr().out) == expected
 
@@ -252,7 +266,7 @@ def test_static_envoy_config_is_the_standalone_configuration(capsys, flags):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--envoy-admin-address", "x"], "--envoy-admin-address: expected unix:/path or ip:port"),
+        (["--envoy-admin-address", "x"], "envoy_admin_address: expected unix:/path or ip:port"),
         (
             ["--static", "--worker-urls", "http://worker.invalid"],
             "'worker.invalid' cannot be resolved",
@@ -323,7 +337,7 @@ def test_check_without_an_envoy_checks_the_rest(capsys, file):
 @pytest.mark.parametrize(
     ("urls", "warning"),
     [
-        ([], "warning: no worker_urls"),
+        ([], "warning: no workers; every request will be answered with 503"),
         (["http://worker.invalid"], "warning: worker name 'worker.invalid' cannot be resolved"),
     ],
 )
@@ -335,14 +349,77 @@ def test_check_warns_of_what_may_be_mended_later(capsys, envoy, urls, warning):
 
 
 @pytest.mark.slow
+def test_check_reads_the_worker_file(capsys, envoy, tmp_path):
+    """Its workers are in the configuration that Envoy is asked about; a broken file is refused."""
+    path = tmp_path / "workers.yaml"
+    path.write_text("- http://10.0.0.5:8000\n")
+    arguments = ["check", "--worker-file", str(path), "--envoy-path", envoy(0)]
+
+    assert cli.main(arguments) == 0
+    assert "warning" not in capsys.readouterr().out
+
+    path.write_text("- ftp://10.0.0.5\n")
+    assert cli.main(arguments) == 1
+    assert "ftp://10.0.0.5" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_check_does_not_miss_workers_that_a_name_will_bring(capsys, envoy):
+    """Nobody is asked for a name that stands for many: it changes all the time."""
+    arguments = ["check", "--worker-dns", "http://workers.invalid:8000", "--envoy-path", envoy(0)]
+
+    assert cli.main(arguments) == 0
+
+    assert "warning" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"], ids=["missing", "not PEM"])
+def test_check_refuses_a_file_of_certificates_that_is_none(capsys, envoy, tmp_path, content):
+    """Envoy would refuse every https worker, at run time."""
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+
+    assert cli.main(["check", "--worker-ca-file", str(path), "--envoy-path", envoy(0)]) == 1
+
+    assert str(path) in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("directory", "logged"), [("/run/router", True), ("", False)], ids=["logged", "not"]
+)
+def test_envoy_config_names_the_logs_that_the_service_follows(capsys, directory, logged):
+    """Ejections in the bootstrap, health checks in the clusters."""
+    arguments = ["--worker-urls", "http://10.0.0.5:8000", "--envoy-events-dir", directory]
+
+    assert cli.main(["envoy-config", "--static", *arguments]) == 0
+
+    shown = capsys.readouterr().out
+    assert ("event_log_path: /run/router/outlier.jsonl" in shown) is logged
+    assert ("event_log_path: /run/router/health.jsonl" in shown) is logged
+
+
+@pytest.mark.parametrize("command", ["envoy-config", "check"])
+def test_secret_is_never_printed(capsys, envoy, command):
+    """Neither on success nor in an error."""
+    secrets = ["--admin-api-key", "hunter2", "--worker-api-key", "hunter3"]
+
+    assert cli.main([command, *secrets, "--envoy-path", envoy(0)]) == 0
+    assert cli.main([command, *secrets, "--admin-api-key", "hunter2 "]) == 1
+
+    shown = capsys.readouterr()
+    assert "hunter" not in shown.out + shown.err
+
+
+@pytest.mark.slow
 def test_render_prefers_ipv4_of_a_name(monkeypatch):
     """As the running service does."""
     found = [(10, 1, 6, "", ("::1", 0, 0, 0)), (2, 1, 6, "", ("127.0.0.1", 0))]
     monkeypatch.setattr("extproc.check.socket.getaddrinfo", lambda *_a, **_k: found)
 
-    text = render_envoy_config(
-        Config(worker_urls=("http://worker:8000",)), static=True, envoy_admin="127.0.0.1:1"
-    )
+    config = Config(worker_urls=("http://worker:8000",), envoy_admin_address="127.0.0.1:1")
+    text = render_envoy_config(config, static=True)
 
     (pool,) = [
         cluster

@@ -13,6 +13,7 @@ import pytest
 from extproc.address import WorkerUrl
 from extproc.config import (
     POLICY_OPTIONS,
+    SECRETS,
     Config,
     PolicyConfig,
     bind_ip,
@@ -28,6 +29,7 @@ from policies.base import Request, Worker
 from policies.round_robin import RoundRobin
 
 registry.load_builtin()  # names are collected before any fixture runs
+SWITCHES = [f.name for f in msgspec.structs.fields(Config) if isinstance(f.default, bool)]
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -80,6 +82,17 @@ def write(tmp_path):
         ("fail_closed", False),
         ("log_level", "info"),
         ("log_dir", ""),
+        ("worker_startup_timeout_secs", 600),
+        ("worker_startup_check_interval", 30),
+        ("health_check_endpoint", "/health"),
+        ("health_check_interval_secs", 60),
+        ("health_check_timeout_secs", 5),
+        ("health_failure_threshold", 3),
+        ("health_success_threshold", 2),
+        ("intra_node_data_parallel_size", 1),
+        ("when_none_healthy", "refuse"),
+        ("admin_api_key", ""),
+        ("worker_api_key", ""),
     ],
 )
 def test_defaults_are_those_of_vllm_router(name, value):
@@ -179,7 +192,55 @@ def test_flag_wins_over_file(write):
         ("admin_address: 'unix:x'", "admin_address: unix socket path must be absolute"),
         ("worker_urls: [ftp://a]", "worker URL 'ftp://a': expected http://host:port"),
         ("worker_urls: [http://a, http://a/]", "worker URL 'http://a' is given twice"),
-        ("worker_urls: [http://a, http://A:80]", "worker URL 'http://A:80' is given twice"),
+        ("worker_urls: [http://a, http://A:80]", "worker URL 'http://a' is given twice"),
+        ("worker_urls: [http://a@0, http://a@0]", "worker URL 'http://a@0' is given twice"),
+        ("worker_urls: [http://a, http://a@0]", "worker URL 'http://a@0' is given twice"),
+        ("worker_urls: [http://a@0, http://a@1, http://a]", "worker URL 'http://a' is given twice"),
+        ("worker_urls: [http://a@x]", "with a user or password"),
+        ("worker_urls: [http://127.0.0.1:30000]", "'http://127.0.0.1:30000' is this router itself"),
+        ("worker_urls: ['http://localhost:30000']", "is this router itself"),
+        ("worker_file: 1", r"\$.worker_file"),
+        ("worker_dns: http://a", r"Expected `array`, got `str` - at `\$.worker_dns`"),
+        ("worker_dns: [a]", "worker URL 'a': expected http://host:port"),
+        ("worker_dns: [http://a@1]", "worker_dns: 'http://a@1' names a rank; expected http://name:port"),
+        ("worker_dns: [http://a, http://A:80/]", "worker_dns: a URL is given twice"),
+        ("worker_dns_interval_secs: 0", r"\$.worker_dns_interval_secs"),
+        ("worker_startup_timeout_secs: 0", r"\$.worker_startup_timeout_secs"),
+        ("worker_startup_timeout_secs: .inf", r"worker_startup_timeout_secs"),
+        ("worker_startup_check_interval: 0", r"\$.worker_startup_check_interval"),
+        ("worker_poll_interval_secs: -1", r"\$.worker_poll_interval_secs"),
+        ("worker_drain_timeout_secs: 0", r"\$.worker_drain_timeout_secs"),
+        ("worker_api_key: 'a b'", "worker_api_key: expected visible ASCII characters without spaces"),
+        ("worker_api_key: 5", r"Expected `str`, got `int` - at `\$.worker_api_key`"),
+        ("admin_api_key: 'ä'", "admin_api_key: expected visible ASCII characters without spaces"),
+        ("worker_tls_server_name: a b", "worker_tls_server_name: expected a host name, got 'a b'"),
+        ("worker_tls_server_name: a:1", "worker_tls_server_name: expected a host name, got 'a:1'"),
+        ("worker_tls_server_name: https://a", "worker_tls_server_name: expected a host name"),
+        ("worker_tls_insecure: 1", r"Expected `bool`, got `int` - at `\$.worker_tls_insecure`"),
+        ("health_check_endpoint: health", "health_check_endpoint: expected a path such as /health, got 'health'"),
+        ("health_check_endpoint: ''", "health_check_endpoint: expected a path"),
+        ("health_check_endpoint: '/a b'", "health_check_endpoint: expected a path"),
+        ("health_check_interval_secs: 0", r"\$.health_check_interval_secs"),
+        ("health_check_timeout_secs: .nan", r"health_check_timeout_secs"),
+        ("health_failure_threshold: 0", r"\$.health_failure_threshold"),
+        ("health_success_threshold: 0", r"\$.health_success_threshold"),
+        ("health_success_threshold: 1.5", r"\$.health_success_threshold"),
+        ("when_none_healthy: wait", r"\$.when_none_healthy"),
+        ("model_aliases: [gpt-4]", "model_aliases: expected ALIAS=MODEL, got 'gpt-4'"),
+        ("model_aliases: [=m]", "model_aliases: expected ALIAS=MODEL, got '=m'"),
+        ("model_aliases: [a=]", "model_aliases: expected ALIAS=MODEL, got 'a='"),
+        ("model_aliases: [a=m, a=n]", "model_aliases: 'a' is given twice"),
+        ("model_aliases: [a=b, b=c]", "model_aliases: a=b names another alias"),
+        ("model_aliases: [a=a]", "model_aliases: a=a names another alias"),
+        (r'model_aliases: ["a=\n"]', "model_aliases: expected ALIAS=MODEL"),
+        ("model_aliases: {a: m}", r"\$.model_aliases"),
+        ("default_model: 1", r"\$.default_model"),
+        ("lora_any: maybe", r"\$.lora_any"),
+        ("intra_node_data_parallel_size: -1", r"\$.intra_node_data_parallel_size"),
+        ("intra_node_data_parallel_size: 1025", r"\$.intra_node_data_parallel_size"),
+        ("dp_rank_offset: 8", r"\$.dp_rank_offset"),
+        ("envoy_admin_address: nowhere", "envoy_admin_address: expected unix:/path or ip:port, got 'nowhere'"),
+        ("envoy_events_dir: events", "envoy_events_dir: expected an absolute path, got 'events'"),
         ("policy: p2c", "policy 'p2c' is not registered; known: .*round_robin"),
         ("policy: 7", r"\$.policy"),
         ("policy: {}", r"\$.policy"),
@@ -204,7 +265,7 @@ def test_flag_wins_over_file(write):
         (b"host: a\0b", "is not YAML"),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_wrong_file_is_refused_in_one_sentence(write, content, message):
     """The text says which key and what was expected; never a traceback."""
     with pytest.raises(ConfigError, match=message):
@@ -366,3 +427,142 @@ def test_weight_that_makes_no_sense_is_refused(weight):
         load(None, {"worker_urls": ["http://10.0.0.1:1"], "worker_weights": [weight]})
 
     assert repr(weight) in str(caught.value)
+
+
+# --- workers at run time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("worker_file", "/etc/workers.yaml"),
+        ("worker_dns", ("http://workers:8000", "https://workers/llama")),
+        ("worker_dns_interval_secs", 0.1),
+        ("worker_startup_timeout_secs", 31_536_000),
+        ("worker_api_key", "sk-!~=/+"),
+        ("worker_tls_server_name", "worker-1.example_2.com"),
+        ("worker_tls_server_name", "a"),
+        ("worker_tls_server_name", "10.0.0.1"),
+        ("worker_tls_server_name", "2001:db8::1"),
+        ("worker_tls_insecure", True),
+        ("health_check_endpoint", "/"),
+        ("health_check_endpoint", "/v1/health?full=1"),
+        ("health_failure_threshold", 1000),
+        ("when_none_healthy", "try"),
+        ("model_aliases", ("gpt-4=llama-3", "mini=Qwen/Qwen3-8B", "日本=m=n")),
+        ("default_model", "llama-3"),
+        ("lora_any", True),
+        ("intra_node_data_parallel_size", 0),
+        ("intra_node_data_parallel_size", 1024),
+        ("dp_rank_offset", "global"),
+        ("admin_api_key", "x" * 1000),
+        ("envoy_admin_address", ""),
+        ("envoy_admin_address", "unix:/run/envoy.sock"),
+        ("envoy_admin_address", "[::1]:9901"),
+        ("envoy_events_dir", "/run/vllm-extproc"),
+    ],
+    ids=str,
+)
+def test_option_of_workers_takes_what_makes_sense(name, value):
+    """As it is given, from a file or from flags."""
+    given = list(value) if isinstance(value, tuple) else value
+
+    assert getattr(load(None, {name: given}), name) == value
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_every_switch_is_off_by_default(name):
+    """Nobody has to know of it."""
+    assert getattr(Config(), name) is False
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "url", "own"),
+    [
+        ("127.0.0.1", 8000, "http://127.0.0.1:8000", True),
+        ("127.0.0.1", 8000, "http://localhost:8000", True),
+        ("127.0.0.1", 8000, "https://127.0.0.1:8000/base", True),
+        ("127.0.0.1", 8000, "https://127.0.0.2:8000/base", False),
+        ("127.0.0.1", 8000, "http://127.0.0.1:8001", False),
+        ("127.0.0.1", 8000, "http://10.0.0.1:8000", False),
+        ("localhost", 80, "http://localhost", True),
+        ("0.0.0.0", 8000, "http://127.0.0.1:8000", True),
+        ("0.0.0.0", 8000, "http://[::1]:8000@3", True),
+        ("::", 8000, "http://localhost:8000", True),
+        ("0.0.0.0", 8000, "http://10.0.0.1:8000", False),
+        ("10.0.0.1", 443, "https://10.0.0.1", True),
+        ("10.0.0.1", 8000, "http://127.0.0.1:8000", False),
+        ("127.0.0.1", 8000, "http://router.example:8000", False),
+    ],
+    ids=str,
+)
+def test_worker_is_not_where_the_router_itself_listens(host, port, url, own):
+    """A request would go round in circles. What cannot be known from the address alone is let through."""
+    config = Config(host=host, port=port)
+
+    assert config.is_own_address(WorkerUrl.parse(url)) is own
+
+    if own:
+        with pytest.raises(ConfigError, match="is this router itself"):
+            load(None, {"host": host, "port": port, "worker_urls": [url]})
+
+
+def test_ranks_of_one_engine_are_workers_of_their_own():
+    """Each with its weight; order as given."""
+    config = load(
+        None,
+        {
+            "worker_urls": ["http://a:1@1", "http://a:1@0", "http://a:1/base@1"],
+            "worker_weights": ["http://a:1@0=2"],
+        },
+    )
+
+    specs = config.specs()
+    assert [spec.key for spec in specs] == ["http://a:1@1", "http://a:1@0", "http://a:1/base@1"]
+    assert [spec.weight for spec in specs] == [1.0, 2.0, 1.0]
+    assert [spec.url.rank for spec in specs] == [1, 0, 1]
+
+
+def test_aliases_may_hold_an_equals_sign_in_the_model():
+    """The first one separates: aliases are chosen by people, models have their names."""
+    assert Config(model_aliases=("a=m=n", "b=m=n")).aliases() == {"a": "m=n", "b": "m=n"}
+
+
+@pytest.mark.parametrize("name", sorted(SECRETS))
+@pytest.mark.parametrize(
+    ("file", "flag", "expected"),
+    [
+        ("", "", "from-environment"),
+        ("{}: from-file", "", "from-file"),
+        ("{}: ''", "", ""),
+        ("{}: from-file", "from-flag", "from-flag"),
+        ("", "from-flag", "from-flag"),
+    ],
+    ids=["environment", "file", "switched off in the file", "flag over file", "flag"],
+)
+def test_secret_may_come_from_the_environment(write, monkeypatch, name, file, flag, expected):
+    """Flags show in the list of processes; what is said there or in the file wins all the same."""
+    monkeypatch.setenv(f"VLLM_EXTPROC_{name.upper()}", "from-environment")
+
+    config = load(write(file.format(name)), {name: flag} if flag else {})
+
+    assert getattr(config, name) == expected
+    assert all(getattr(config, other) == "" for other in SECRETS - {name})
+
+
+def test_no_other_option_comes_from_the_environment(monkeypatch):
+    """One place to look for what is configured."""
+    monkeypatch.setenv("VLLM_EXTPROC_PORT", "1")
+
+    assert load(None, {}) == Config()
+
+
+@pytest.mark.parametrize("value", ["hunter2 ", "hunter2\n", "hünter2"])
+def test_secret_that_is_refused_is_not_repeated(monkeypatch, value):
+    """The text names the option only."""
+    monkeypatch.setenv("VLLM_EXTPROC_ADMIN_API_KEY", value)
+
+    with pytest.raises(ConfigError, match="admin_api_key: expected visible ASCII") as caught:
+        load(None, {})
+
+    assert "nter2" not in str(caught.value)

@@ -9,10 +9,14 @@ import pytest
 from extproc import errors
 from extproc.errors import Refusal, error_body, error_type, refusal_message, refusal_status
 
+STATUSES = {
+    Refusal.NO_WORKER: 503,
+    Refusal.PAYLOAD_TOO_LARGE: 413,
+    Refusal.MODEL_NOT_FOUND: 404,
+}
 
-@pytest.mark.parametrize(
-    ("refusal", "status"), [(Refusal.NO_WORKER, 503), (Refusal.PAYLOAD_TOO_LARGE, 413)]
-)
+
+@pytest.mark.parametrize(("refusal", "status"), STATUSES.items())
 def test_each_refusal_has_a_status(refusal, status):
     """The table of docs/interface.md."""
     assert refusal_status(refusal) == status
@@ -20,7 +24,7 @@ def test_each_refusal_has_a_status(refusal, status):
 
 def test_every_refusal_is_tested_above():
     """A new one belongs into the table."""
-    assert {"NO_WORKER", "PAYLOAD_TOO_LARGE"} == {refusal.name for refusal in Refusal}
+    assert set(STATUSES) == set(Refusal)
 
 
 @pytest.mark.parametrize("refusal", Refusal)
@@ -64,7 +68,9 @@ def test_error_body_has_the_shape_that_sdks_parse(message):
     assert body.isascii()
 
 
-@pytest.mark.parametrize("cls", [errors.ConfigError, errors.ProtocolError])
+@pytest.mark.parametrize(
+    "cls", [errors.ConfigError, errors.ProtocolError, errors.WorkerExistsError]
+)
 def test_errors_of_this_package_have_one_base(cls):
     """Who catches the base catches all."""
     assert issubclass(cls, errors.ExtprocError)

@@ -11,11 +11,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.discovery.updates import Remove, Reset, WorkerSpec
 from extproc.errors import ProtocolError
 from extproc.exchange import MAX_ECHO_BYTES, Exchange, header_map
-from extproc.pool import Pool
 from extproc.router import Refused, Routed, Router
+from policies.power_of_two import PowerOfTwo
 from protos.ext_proc_pb2 import HttpBody, ProcessingMode, ProcessingRequest, ProcessingResponse
 from tests.extproc.envoy_messages import (
     BUFFERED,
@@ -38,6 +37,7 @@ from tests.extproc.envoy_messages import (
     with_subset,
 )
 from tests.extproc.recorder import Recorder
+from tests.fleets import registry_of, remove, reset, say
 
 LIMIT = 1_000_000
 ALL = ["10.0.0.1:8000", "10.0.0.2:8000", "10.0.0.3:8000"]
@@ -51,24 +51,19 @@ COLLECTED = [(STREAMED, True), (FULL_DUPLEX, False)]
 
 
 @pytest.fixture
-def policy():
-    return Recorder()
+def exchange(registry):
+    return start(registry)
 
 
 @pytest.fixture
-def exchange(pool, policy):
-    return start(pool, policy)
-
-
-@pytest.fixture
-def reading(pool, policy):
+def reading(registry, policy):
     """Begin an exchange whose policy needs the body."""
     policy.needs_body = True
-    return start(pool, policy)
+    return start(registry)
 
 
-def start(pool, policy, *, limit=LIMIT):
-    router = Router(pool, policy, random.Random(1))
+def start(registry, *, limit=LIMIT, **options):
+    router = Router(registry, random.Random(1), **options)
     return Exchange(router, ids=random.Random(2), max_body_bytes=limit)
 
 
@@ -117,11 +112,11 @@ def test_switching_the_body_off_keeps_the_stream_open_to_the_end(exchange):
 @pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + AT_ONCE + COLLECTED)
 @pytest.mark.parametrize("needs_body", [False, True])
 def test_headers_that_end_the_request_are_decided_at_once(
-    pool, policy, mode, without_waiting, needs_body
+    registry, policy, mode, without_waiting, needs_body
 ):
     """No body will come: the policy sees an empty one, and there is no mode to override."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
 
     message = first(mode, request_headers(end=True), without_waiting=without_waiting)
     (answer,) = parse(exchange.receive(message, 0.0))
@@ -231,10 +226,10 @@ def test_empty_last_chunk_makes_an_empty_body(reading, policy, mode, without_wai
 
 
 @pytest.mark.parametrize("needs_body", [False, True])
-def test_full_duplex_echoes_an_empty_last_chunk(pool, policy, needs_body):
+def test_full_duplex_echoes_an_empty_last_chunk(registry, policy, needs_body):
     """The end of the stream stands in it, so it cannot be left out."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
     exchange.receive(first(FULL_DUPLEX), 0.0)
     before = exchange.receive(request_body(b"all", end=False), 0.0)
 
@@ -258,10 +253,12 @@ def test_full_duplex_echoes_an_empty_last_chunk(pool, policy, needs_body):
     ],
 )
 @pytest.mark.parametrize("end", [True, False], ids=["last", "not last"])
-def test_full_duplex_cuts_echoes_below_envoys_limit(pool, policy, *, needs_body, size, parts, end):
+def test_full_duplex_cuts_echoes_below_envoys_limit(
+    registry, policy, *, needs_body, size, parts, end
+):
     """At most 62,000 bytes each, in order, nothing lost; only the very last may end the stream."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
     body = random.Random(size).randbytes(size)
     answers = exchange.receive(first(FULL_DUPLEX), 0.0)
     answers += exchange.receive(request_body(body, end=end), 0.0)
@@ -322,11 +319,11 @@ def test_trailers_after_the_pick_are_waved_through(exchange, mode):
 @pytest.mark.parametrize(("mode", "without_waiting"), COLLECTED)
 @pytest.mark.parametrize(("size", "status"), [(10, None), (11, 413)])
 def test_collected_body_above_the_limit_is_refused(
-    pool, policy, *, mode, without_waiting, size, status
+    registry, pool, policy, *, mode, without_waiting, size, status
 ):
     """One byte more than the limit is 413 before the whole body has come; the limit itself is fine."""
     policy.needs_body = True
-    exchange = start(pool, policy, limit=10)
+    exchange = start(registry, limit=10)
     exchange.receive(first(mode, without_waiting=without_waiting), 0.0)
     exchange.receive(request_body(b"12345", end=False), 0.0)
 
@@ -351,9 +348,9 @@ class Choosy(Recorder):
 
 @pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + COLLECTED)
 @pytest.mark.parametrize("session", [{"x-session-id": "s"}, {}], ids=["session", "none"])
-def test_policy_may_do_without_the_body_of_some_requests(pool, mode, without_waiting, session):
+def test_policy_may_do_without_the_body_of_some_requests(specs, mode, without_waiting, session):
     """The headers decide, request by request: then it is as if no body were ever needed."""
-    exchange = start(pool, Choosy(needs_body=True))
+    exchange = start(registry_of(*specs, policy=Choosy(needs_body=True)))
 
     message = first(mode, request_headers({**POST, **session}), without_waiting=without_waiting)
     answers = exchange.receive(message, 0.0)
@@ -432,10 +429,10 @@ def test_of_a_repeated_header_the_first_value_counts():
 
 
 @pytest.mark.parametrize("needs_body", [False, True])
-def test_request_id_of_the_client_is_kept(pool, policy, needs_body):
+def test_request_id_of_the_client_is_kept(registry, policy, needs_body):
     """The answer does not touch it."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
 
     answers = exchange.receive(first(BUFFERED, request_headers(POST)), 0.0)
     answers += exchange.receive(request_body(b"{}"), 0.0)
@@ -445,10 +442,10 @@ def test_request_id_of_the_client_is_kept(pool, policy, needs_body):
 
 @pytest.mark.parametrize("needs_body", [False, True])
 @pytest.mark.parametrize("absent", [{}, {"x-request-id": ""}], ids=["none", "empty"])
-def test_missing_request_id_is_added(pool, policy, needs_body, absent):
+def test_missing_request_id_is_added(registry, policy, needs_body, absent):
     """32 hexadecimal digits from the generator that was given, also with a body."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
     headers = {":method": "POST", ":path": "/", **absent}
 
     answers = exchange.receive(first(BUFFERED, request_headers(headers)), 0.0)
@@ -459,10 +456,10 @@ def test_missing_request_id_is_added(pool, policy, needs_body, absent):
     assert len(added) == 32
 
 
-def test_two_requests_get_two_ids(pool, policy):
+def test_two_requests_get_two_ids(registry):
     """The generator is shared by all exchanges, so ids do not repeat."""
     ids = random.Random(7)
-    router = Router(pool, policy, random.Random(1))
+    router = Router(registry, random.Random(1))
     exchanges = [Exchange(router, ids=ids, max_body_bytes=LIMIT) for _ in range(2)]
 
     answers = [parse(e.receive(first(BUFFERED, request_headers({})), 0.0))[0] for e in exchanges]
@@ -477,6 +474,294 @@ def test_set_headers_replace_what_was_there(exchange):
 
     actions = {option.append_action for option in common(answer).header_mutation.set_headers}
     assert actions == {2}, "OVERWRITE_IF_EXISTS_OR_ADD"
+
+
+# --- models -------------------------------------------------------------------------------------
+
+ALIASES = {"gpt-4": "meta/llama-3"}
+ASKED = b'{ "model":"gpt-4", "n": 1.0 }'
+RENAMED = b'{ "model":"meta/llama-3", "n": 1.0 }'
+
+
+def with_length(body):
+    return request_headers({**POST, "content-length": str(len(body))})
+
+
+@pytest.mark.parametrize("mode", [BUFFERED, BUFFERED_PARTIAL])
+@pytest.mark.parametrize("length", [True, False], ids=["content-length", "chunked"])
+def test_alias_in_a_buffered_body_is_replaced(registry, mode, length):
+    """The answer carries pick and new body; its length is told only where the client told one."""
+    exchange = start(registry, aliases=ALIASES)
+    message = with_length(ASKED) if length else request_headers()
+    assert parse(exchange.receive(first(mode, message), 0.0)) == [
+        ProcessingResponse(request_headers={})
+    ]
+
+    (answer,) = parse(exchange.receive(request_body(ASKED), 1.0))
+
+    assert endpoints(answer) == ALL
+    assert common(answer).body_mutation.WhichOneof("mutation") == "body"
+    assert common(answer).body_mutation.body == RENAMED
+    expected = {"content-length": str(len(RENAMED)).encode()} if length else {}
+    assert set_headers(common(answer).header_mutation) == {**PICK_HEADERS, **expected}
+    actions = {option.append_action for option in common(answer).header_mutation.set_headers}
+    assert actions == {2}, "OVERWRITE_IF_EXISTS_OR_ADD"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 12])
+def test_alias_in_a_full_duplex_body_is_replaced_in_the_echo(registry, cut):
+    """Nothing is sent back before the body is whole; then it comes as one, with its end."""
+    exchange = start(registry, aliases=ALIASES)
+    assert exchange.receive(first(FULL_DUPLEX), 0.0) == []
+    assert exchange.receive(request_body(ASKED[:cut], end=False), 0.0) == []
+
+    pick, *chunks = parse(exchange.receive(request_body(ASKED[cut:]), 0.0))
+
+    assert endpoints(pick) == ALL
+    assert set_headers(common(pick).header_mutation) == DUPLEX_HEADERS
+    assert echoed(chunks) == [("request_body", RENAMED, True)]
+
+
+def test_large_body_with_an_alias_is_echoed_in_pieces(registry):
+    """Below Envoy's limit each, the end marked once; with trailers they end it."""
+    filler = b"x" * (2 * MAX_ECHO_BYTES)
+    exchange = start(registry, aliases=ALIASES)
+    exchange.receive(first(FULL_DUPLEX), 0.0)
+    exchange.receive(request_body(b'{"model": "gpt-4", "p": "' + filler + b'"}', end=False), 0.0)
+
+    _, *chunks, trailers = parse(exchange.receive(bare("request_trailers"), 0.0))
+
+    found = echoed(chunks)
+    assert trailers == ProcessingResponse(request_trailers={})
+    assert b"".join(body for _, body, _ in found) == (
+        b'{"model": "meta/llama-3", "p": "' + filler + b'"}'
+    )
+    assert [len(body) <= MAX_ECHO_BYTES and not end for _, body, end in found] == [True] * 3
+
+
+def test_alias_in_a_streamed_body_is_replaced_in_its_first_chunk(registry):
+    """The first chunk becomes the whole body, the others nothing: each chunk must be answered."""
+    exchange = start(registry, aliases=ALIASES)
+    exchange.receive(first(STREAMED, without_waiting=True), 0.0)
+    exchange.receive(request_body(ASKED[:5], end=False), 0.0)
+    exchange.receive(request_body(ASKED[5:9], end=False), 0.0)
+
+    pick, *chunks = parse(exchange.receive(request_body(ASKED[9:]), 0.0))
+
+    assert pick.WhichOneof("response") == "request_headers"
+    mutations = [common(chunk).body_mutation for chunk in chunks]
+    assert [mutation.WhichOneof("mutation") for mutation in mutations] == [
+        "body",
+        "clear_body",
+        "clear_body",
+    ]
+    assert mutations[0].body == RENAMED
+    assert all(mutation.clear_body for mutation in mutations[1:])
+
+
+@pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + COLLECTED)
+@pytest.mark.parametrize(
+    "body", [b'{"model": "meta/llama-3"}', b'{"prompt": "gpt-4"}', b"gpt-4", b""], ids=repr
+)
+def test_body_without_an_alias_is_left_as_it_is(registry, mode, without_waiting, body):
+    """Not one byte of it is sent back where Envoy has it, and every byte where Envoy has not."""
+    exchange = start(registry, aliases=ALIASES)
+    exchange.receive(first(mode, with_length(body), without_waiting=without_waiting), 0.0)
+
+    answers = parse(exchange.receive(request_body(body), 0.0))
+
+    if mode == FULL_DUPLEX:
+        assert echoed(answers[1:]) == [("request_body", body, True)]
+    else:
+        assert not any(common(answer).HasField("body_mutation") for answer in answers)
+    assert "content-length" not in set_headers(common(answers[0]).header_mutation)
+
+
+@pytest.mark.parametrize("mode", [NONE, STREAMED])
+def test_alias_cannot_be_replaced_where_no_body_is_had(registry, policy, mode):
+    """The request is routed all the same, and the worker judges."""
+    exchange = start(registry, aliases=ALIASES)
+
+    (answer,) = parse(exchange.receive(first(mode), 0.0))
+
+    assert endpoints(answer) == ALL
+    assert [request.body for request in policy.requests] == [b""]
+
+
+def test_body_too_large_to_be_read_goes_by_its_headers(registry, policy):
+    """Also when models differ: reading it would take the time of all other requests."""
+    say(registry, "http://10.0.0.1:8000", "llama")
+    say(registry, "http://10.0.0.2:8000", "qwen")
+    router = Router(registry, random.Random(1))
+    exchange = Exchange(router, ids=random.Random(2), max_body_bytes=LIMIT, max_routed_bytes=10)
+
+    (answer,) = parse(exchange.receive(first(BUFFERED, with_length(b"x" * 11)), 0.0))
+
+    assert answer.mode_override.request_body_mode == NONE
+    assert [request.body for request in policy.requests] == [None]
+
+
+@pytest.fixture
+def two_models(registry):
+    """Let the workers serve two models."""
+    say(registry, "http://10.0.0.1:8000", "llama")
+    say(registry, "http://10.0.0.2:8000", "qwen")
+    say(registry, "http://10.0.0.3:8000", "llama")
+    return registry
+
+
+@pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + COLLECTED)
+def test_body_is_wanted_when_models_differ(two_models, mode, without_waiting):
+    """The policy needs none, but the model in it selects the pool, and the pool is the cluster."""
+    exchange = start(two_models)
+
+    exchange.receive(first(mode, without_waiting=without_waiting), 0.0)
+    assert exchange.decision is None
+    (answer, *_) = parse(exchange.receive(request_body(b'{"model": "qwen"}'), 0.0))
+
+    assert endpoints(answer) == ["10.0.0.2:8000"]
+    headers = set_headers(common(answer).header_mutation)
+    assert headers["x-router-cluster"] == b"qwen"
+    assert exchange.decision.pool is two_models.pools[1]
+
+
+def test_lease_is_on_the_pool_of_the_model(two_models):
+    """In flight there until the stream ends, and nowhere else."""
+    exchange = start(two_models)
+    exchange.receive(first(BUFFERED), 0.0)
+    exchange.receive(request_body(b'{"model": "qwen"}'), 0.0)
+    assert [pool.in_flight for pool in two_models.pools] == [0, 1]
+
+    exchange.close(1.0)
+
+    assert [pool.in_flight for pool in two_models.pools] == [0, 0]
+
+
+def test_pool_that_goes_meanwhile_gets_its_lease_back(two_models):
+    """The lease is on the pool that there was."""
+    exchange = start(two_models)
+    exchange.receive(first(BUFFERED), 0.0)
+    exchange.receive(request_body(b'{"model": "qwen"}'), 0.0)
+    (_, gone) = two_models.pools
+    reset(two_models, "http://10.0.0.1:8000")
+    assert (two_models.retired, gone.in_flight) == ((gone,), 1)
+
+    exchange.close(1.0)
+
+    assert gone.in_flight == 0
+
+
+@pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + COLLECTED)
+def test_unknown_model_is_404_and_names_the_known_ones(two_models, policy, mode, without_waiting):
+    """As OpenAI answers, so that SDKs raise NotFoundError; nothing is in flight."""
+    exchange = start(two_models)
+    exchange.receive(first(mode, without_waiting=without_waiting), 0.0)
+
+    (answer,) = parse(exchange.receive(request_body(b'{"model": "gpt-5"}'), 0.0))
+
+    immediate = answer.immediate_response
+    assert immediate.status.code == 404
+    assert immediate.details == "router_model_not_found"
+    assert set_headers(immediate.headers) == {"content-type": b"application/json"}
+    assert json.loads(immediate.body) == {
+        "error": {
+            "message": "The model 'gpt-5' does not exist. Known models: llama, qwen.",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "model_not_found",
+        }
+    }
+    assert isinstance(exchange.decision, Refused)
+    assert policy.sent == []
+
+
+@pytest.mark.parametrize("path", ["/llama", "/v1/base"])
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+def test_cluster_is_that_of_the_worker(mode, path):
+    """A base path is a cluster of its own beside the pool's."""
+    exchange = start(registry_of(f"http://10.0.0.1:8000{path}", "http://10.0.0.2:8000"))
+
+    (answer,) = parse(exchange.receive(first(mode), 0.0))
+
+    headers = set_headers(common(answer).header_mutation)
+    assert headers["x-router-cluster"] == f"default~{path[1:]}".encode()
+    assert endpoints(answer) == ["10.0.0.1:8000"]
+
+
+# --- data-parallel ranks ------------------------------------------------------------------------
+
+
+def ranks_of(answer):
+    fields = answer.dynamic_metadata.fields
+    assert set(fields) == {"envoy.lb", "vllm.rank"}
+    found = fields["vllm.rank"].struct_value.fields
+    return {endpoint: value.string_value for endpoint, value in found.items()}
+
+
+def destinations(answer):
+    found = answer.dynamic_metadata.fields["envoy.lb"].struct_value.fields
+    return found["x-gateway-destination-endpoint"].string_value.split(",")
+
+
+@pytest.mark.parametrize("needs_body", [False, True])
+@pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
+def test_rank_of_the_pick_is_a_header_and_that_of_each_endpoint_is_metadata(
+    policy, mode, needs_body
+):
+    """The header for who has no filter for it; the metadata so that a retry names the right rank."""
+    policy.needs_body = needs_body
+    workers = ["http://10.0.0.1:8000@3", "http://10.0.0.2:8000@1", "http://10.0.0.3:8000@0"]
+    exchange = start(registry_of(*workers, policy=policy))
+
+    answers = exchange.receive(first(mode), 0.0)
+    answers += exchange.receive(request_body(b"{}"), 0.0)
+
+    (answer,) = [a for a in parse(answers) if a.HasField("dynamic_metadata")]
+    (rank,) = [
+        option
+        for option in common(answer).header_mutation.set_headers
+        if option.header.key == "x-data-parallel-rank"
+    ]
+    assert (rank.header.raw_value, rank.append_action) == (b"3", 2)
+    assert destinations(answer) == ALL
+    assert ranks_of(answer) == dict(zip(ALL, ["3", "1", "0"], strict=True))
+
+
+def test_rank_of_the_client_is_replaced():
+    """It is overwritten, not doubled: the pick knows the load of the ranks."""
+    exchange = start(registry_of("http://10.0.0.1:8000", ranks=2))
+
+    message = request_headers({**POST, "x-data-parallel-rank": "1"})
+    (answer,) = parse(exchange.receive(first(BUFFERED, message), 0.0))
+
+    options = [
+        (option.header.raw_value, option.append_action)
+        for option in common(answer).header_mutation.set_headers
+        if option.header.key == "x-data-parallel-rank"
+    ]
+    assert options == [(b"0", 2)]
+
+
+def test_worker_without_ranks_gets_no_rank(exchange):
+    """Neither header nor metadata: the engine chooses by itself."""
+    (answer,) = parse(exchange.receive(first(BUFFERED), 0.0))
+
+    assert "x-data-parallel-rank" not in set_headers(common(answer).header_mutation)
+    assert set(answer.dynamic_metadata.fields) == {"envoy.lb"}
+
+
+def test_leases_are_per_rank():
+    """Two requests on one engine are one on each rank, for a policy that looks at load."""
+    registry = registry_of("http://10.0.0.1:8000", ranks=2, policy=PowerOfTwo())
+    exchanges = [start(registry) for _ in range(2)]
+
+    for exchange in exchanges:
+        exchange.receive(first(BUFFERED), 0.0)
+
+    assert [worker.in_flight for worker in registry.pools[0].members] == [1, 1]
+    for exchange in exchanges:
+        exchange.close(1.0)
+    assert [worker.in_flight for worker in registry.pools[0].members] == [0, 0]
 
 
 # --- subset hint --------------------------------------------------------------------------------
@@ -495,10 +780,10 @@ def test_set_headers_replace_what_was_there(exchange):
     ids=["list", "list with commas", "string", "string with commas", "no port", "one unknown"],
 )
 @pytest.mark.parametrize("needs_body", [False, True])
-def test_subset_hint_limits_the_candidates(pool, policy, hint, expected, needs_body):
+def test_subset_hint_limits_the_candidates(registry, policy, hint, expected, needs_body):
     """Picked and fallbacks come from the hint only, in whatever form it is written."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
 
     answers = exchange.receive(first(BUFFERED, with_subset(request_headers(), hint)), 0.0)
     answers += exchange.receive(request_body(b"{}"), 0.0)
@@ -546,11 +831,13 @@ def test_other_metadata_is_no_subset_hint(exchange):
 
 @pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + AT_ONCE + COLLECTED)
 @pytest.mark.parametrize("needs_body", [False, True])
-def test_pool_without_workers_answers_503(pool, policy, mode, without_waiting, needs_body):
+def test_pool_without_workers_answers_503(
+    registry, pool, policy, mode, without_waiting, needs_body
+):
     """One immediate answer: JSON as OpenAI's, details of ours, nothing in flight."""
-    pool.apply(Reset(()))
+    reset(registry)
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
 
     answers = exchange.receive(first(mode, without_waiting=without_waiting), 0.0)
     if exchange.decision is None:
@@ -568,10 +855,10 @@ def test_pool_without_workers_answers_503(pool, policy, mode, without_waiting, n
 
 
 @pytest.mark.parametrize("mode", [BUFFERED, FULL_DUPLEX])
-def test_messages_under_way_when_a_request_is_refused_do_no_harm(pool, policy, mode):
+def test_messages_under_way_when_a_request_is_refused_do_no_harm(registry, pool, policy, mode):
     """Envoy may have sent more before it read the refusal; the decision stays what it was."""
-    pool.apply(Reset(()))
-    exchange = start(pool, policy)
+    reset(registry)
+    exchange = start(registry)
     exchange.receive(first(mode), 0.0)
     refused = exchange.decision
 
@@ -588,10 +875,10 @@ def test_messages_under_way_when_a_request_is_refused_do_no_harm(pool, policy, m
 
 @pytest.mark.parametrize("needs_body", [False, True])
 @pytest.mark.parametrize("mode", [NONE, STREAMED, BUFFERED])
-def test_observability_mode_is_never_answered(pool, policy, needs_body, mode):
+def test_observability_mode_is_never_answered(registry, pool, policy, needs_body, mode):
     """Envoy only shows what passes; an answer would be a protocol error for it."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
     messages = [first(mode), request_body(b"{}"), bare("response_headers"), response_body(b"x")]
 
     answers = []
@@ -648,10 +935,10 @@ def test_response_body_in_other_modes_is_not_echoed(exchange, mode):
 
 
 @pytest.mark.parametrize("needs_body", [False, True])
-def test_without_protocol_config_the_mode_is_buffered(pool, policy, needs_body):
+def test_without_protocol_config_the_mode_is_buffered(registry, policy, needs_body):
     """Envoys before 1.35 do not say; BUFFERED is what our documentation tells to configure."""
     policy.needs_body = needs_body
-    exchange = start(pool, policy)
+    exchange = start(registry)
 
     answers = exchange.receive(request_headers(), 0.0)
     answers += exchange.receive(request_body(b"{}"), 0.0)
@@ -755,11 +1042,11 @@ def test_closing_twice_gives_the_worker_back_once(pool, policy, exchange):
     assert policy.done == [(pool.candidates[0], 1.0)]
 
 
-def test_worker_removed_meanwhile_is_given_back_too(pool, policy, exchange):
+def test_worker_removed_meanwhile_is_given_back_too(registry, pool, policy, exchange):
     """The lease is on the worker, not on its place in the pool."""
     worker = pool.candidates[0]
     exchange.receive(first(BUFFERED), 0.0)
-    pool.apply(Remove(worker.url))
+    remove(registry, worker.url)
 
     exchange.close(1.0)
 
@@ -823,10 +1110,10 @@ def messages(draw):
 )
 def test_any_sequence_of_messages_leaves_the_exchange_legal(sequence, needs_body, workers, closes):
     """Each message is refused as a whole or answered readably; the close leaves nothing behind."""
-    pool = Pool("default")
-    pool.apply(Reset(tuple(WorkerSpec(f"http://{n}", ALL[n]) for n in range(workers))))
     policy = Recorder(needs_body=needs_body)
-    exchange = start(pool, policy, limit=1000)
+    registry = registry_of(*(f"http://{endpoint}" for endpoint in ALL[:workers]), policy=policy)
+    (pool,) = registry.pools
+    exchange = start(registry, limit=1000)
     decisions = []
     with contextlib.suppress(ProtocolError):
         for message in sequence:
@@ -856,10 +1143,8 @@ def test_whatever_the_chunks_the_request_is_routed_and_no_byte_lost(
     chunks, mode, needs_body, trailers
 ):
     """One pick a request; in full duplex the echo is the body, byte for byte."""
-    pool = Pool("default")
-    pool.apply(Reset((WorkerSpec("http://a", "10.0.0.1:8000"),)))
     policy = Recorder(needs_body=needs_body)
-    exchange = start(pool, policy)
+    exchange = start(registry_of("http://10.0.0.1:8000", policy=policy))
     if mode == BUFFERED:
         chunks = [b"".join(chunks)]
 
@@ -890,8 +1175,9 @@ def test_bytes_that_parse_at_all_are_refused_or_answered(raw):
         message = ProcessingRequest.FromString(raw)
     except DecodeError:
         return
-    pool = Pool("default")
-    exchange = start(pool, Recorder())
+    registry = registry_of()
+    (pool,) = registry.pools
+    exchange = start(registry)
     with contextlib.suppress(ProtocolError):
         parse(exchange.receive(message, 0.0))
     exchange.close(0.0)

@@ -35,6 +35,7 @@ from extproc.h2 import frames as f
 from extproc.h2.connection import ServerConnection
 from extproc.h2.grpc import Call, Method, Status
 from extproc.metrics import Metrics
+from extproc.registry import Registry
 from extproc.router import Router
 from extproc.service import PROCESS, ExtProcService
 from tests.extproc.envoy_messages import BUFFERED, announce, request_headers
@@ -810,11 +811,12 @@ class Exchanges:
 
 
 @pytest.fixture
-def exchanges(pool: Any, tmp_path: Path) -> Iterator[Exchanges]:
+def exchanges(
+    registry: Registry, pool: Any, policy: Recorder, tmp_path: Path
+) -> Iterator[Exchanges]:
     """Serve ext_proc before three workers."""
-    policy = Recorder()
-    metrics = Metrics("recorder", [pool])
-    router = Router(pool, policy, random.Random(1))
+    metrics = Metrics("recorder", registry)
+    router = Router(registry, random.Random(1))
     service = ExtProcService(router, metrics, ids=random.Random(2), max_body_bytes=1000)
     with run(service.methods(), tmp_path, uv=True, unix=True) as running:
         yield Exchanges(running, pool, metrics, policy)

@@ -9,15 +9,14 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from extproc.discovery.updates import Remove
 from extproc.errors import Refusal
 from extproc.metrics import Metrics
-from extproc.pool import Pool
+from tests.fleets import registry_of, remove, reset, say
 
 
 @pytest.fixture
-def metrics(pool):
-    return Metrics("round_robin", [pool])
+def metrics(registry):
+    return Metrics("round_robin", registry)
 
 
 def families(metrics):
@@ -45,11 +44,13 @@ def value(metrics, name, **labels):
         ("vllm_extproc_worker_in_flight", "gauge", {"pool", "worker"}),
         ("vllm_extproc_workers", "gauge", {"pool"}),
         ("vllm_extproc_in_flight", "gauge", {"pool"}),
+        ("vllm_extproc_worker_states", "gauge", {"state"}),
+        ("vllm_extproc_worker_healthy", "gauge", {"worker"}),
     ],
 )
 def test_metric_is_there_under_its_documented_name(metrics, name, kind, labels):
     """Name, type and labels are an interface; the help is a sentence."""
-    metrics.requests.labels("http://a", "200").inc()
+    metrics.count_request("http://a", "200")
 
     family = families(metrics)[name]
 
@@ -88,14 +89,14 @@ def test_results_are_there_before_they_happen(metrics):
     assert errors == [0.0, 0.0]
 
 
-def test_in_flight_is_read_when_asked(metrics, pool):
+def test_in_flight_is_read_when_asked(metrics, registry, pool):
     """Exact at every scrape; a removed worker's requests stay in the sum, its own series ends."""
     first, second, _ = pool.candidates
     pool.acquire(first)
     pool.acquire(second)
     assert value(metrics, "vllm_extproc_worker_in_flight", pool="default", worker=first.url) == 1
 
-    pool.apply(Remove(first.url))
+    remove(registry, first.url)
 
     name = "vllm_extproc_worker_in_flight"
     assert value(metrics, name, pool="default", worker=first.url) is None
@@ -104,9 +105,129 @@ def test_in_flight_is_read_when_asked(metrics, pool):
     assert value(metrics, "vllm_extproc_workers", pool="default") == 2
 
 
+def test_requests_on_a_pool_that_is_gone_are_counted_to_their_end():
+    """All its workers went while it answered; the sum over all pools stays exact."""
+    registry = registry_of("http://10.0.0.1", "http://10.0.0.2")
+    metrics = Metrics("random", registry)
+    say(registry, "http://10.0.0.1", "llama")
+    say(registry, "http://10.0.0.2", "qwen")
+    gone = registry.pools[1]
+    lease = gone.acquire(gone.candidates[0])
+
+    reset(registry, "http://10.0.0.1")
+
+    assert value(metrics, "vllm_extproc_in_flight", pool=gone.name) == 1
+    assert value(metrics, "vllm_extproc_in_flight", pool="default") == 0
+    assert value(metrics, "vllm_extproc_workers", pool=gone.name) is None
+
+    lease.release(1.0)
+    registry.commit(1.0)
+
+    assert value(metrics, "vllm_extproc_in_flight", pool=gone.name) is None
+
+
+def test_states_of_workers_are_read_when_asked():
+    """Every state has its number, none is left out; each worker says whether it is healthy."""
+    registry = registry_of(
+        "http://10.0.0.1", "http://10.0.0.2", "http://10.0.0.3", asks_models=True
+    )
+    metrics = Metrics("random", registry)
+    say(registry, "http://10.0.0.1", "llama")
+    say(registry, "http://10.0.0.2", "llama")
+    registry.drain("http://10.0.0.2", 1.0)
+    registry.commit(0.0)
+
+    states = {
+        sample.labels["state"]: sample.value
+        for sample in families(metrics)["vllm_extproc_worker_states"].samples
+    }
+    healthy = {
+        sample.labels["worker"]: sample.value
+        for sample in families(metrics)["vllm_extproc_worker_healthy"].samples
+    }
+
+    assert states == {"starting": 1, "healthy": 1, "unhealthy": 0, "ejected": 0, "draining": 1}
+    assert healthy == {"http://10.0.0.1": 1, "http://10.0.0.2": 0, "http://10.0.0.3": 0}
+    assert value(metrics, "vllm_extproc_workers", pool="default") == 1
+
+
+def test_rank_has_a_series_of_its_own():
+    """In flight is counted by rank, health by engine."""
+    registry = registry_of("http://10.0.0.1", ranks=2)
+    metrics = Metrics("random", registry)
+    registry.pools[0].acquire(registry.pools[0].candidates[1])
+
+    name = "vllm_extproc_worker_in_flight"
+    assert value(metrics, name, pool="default", worker="http://10.0.0.1@0") == 0
+    assert value(metrics, name, pool="default", worker="http://10.0.0.1@1") == 1
+    assert value(metrics, "vllm_extproc_worker_healthy", worker="http://10.0.0.1") == 1
+
+
+REQUESTS = "vllm_extproc_requests_total"
+
+
+def workers_of(metrics):
+    samples = families(metrics)["vllm_extproc_requests"].samples
+    return {sample.labels["worker"] for sample in samples}
+
+
+def test_series_of_a_worker_that_is_forgotten_end():
+    """All its codes, under its URL and under its address; others stay, and it may come back."""
+    metrics = Metrics("random", registry_of())
+    for worker in ("http://10.0.0.1:8000", "10.0.0.1:8000", "http://10.0.0.2:8000", ""):
+        for code in ("200", "503"):
+            metrics.count_request(worker, code)
+
+    metrics.forget_worker("http://10.0.0.1:8000")
+
+    assert workers_of(metrics) == {"http://10.0.0.2:8000", ""}
+    assert value(metrics, REQUESTS, worker="http://10.0.0.2:8000", code="503") == 1
+    metrics.count_request("http://10.0.0.1:8000", "200")
+    assert value(metrics, REQUESTS, worker="http://10.0.0.1:8000", code="200") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "labels"),
+    [
+        ("http://10.0.0.1:8000@3", ["http://10.0.0.1:8000", "10.0.0.1:8000"]),
+        ("https://w1/llama", ["https://w1/llama"]),
+        ("http://[2001:db8::1]:8000", ["http://[2001:db8::1]:8000", "[2001:db8::1]:8000"]),
+        ("http://10.0.0.9", []),
+    ],
+)
+def test_worker_is_forgotten_under_the_names_that_requests_have(url, labels):
+    """A rank counts under its engine; who never served has nothing to forget."""
+    metrics = Metrics("random", registry_of())
+    for label in labels:
+        metrics.count_request(label, "200")
+
+    metrics.forget_worker(url)
+    metrics.forget_worker(url)
+
+    assert workers_of(metrics) == set()
+
+
+def test_workers_beyond_the_bound_count_together(monkeypatch):
+    """Memory is bounded, the sum is exact, and those that were known keep their series."""
+    monkeypatch.setattr("extproc.metrics.MAX_WORKERS", 3)
+    metrics = Metrics("random", registry_of())
+    for worker in "abcdea":
+        metrics.count_request(f"http://{worker}", "200")
+    metrics.count_request("", "503")
+
+    assert workers_of(metrics) == {"http://a", "http://b", "http://c", "other", ""}
+    assert value(metrics, REQUESTS, worker="other", code="200") == 2
+    assert value(metrics, REQUESTS, worker="http://a", code="200") == 2
+
+    for worker in "abc":
+        metrics.forget_worker(f"http://{worker}")
+    metrics.count_request("http://d", "200")
+    assert value(metrics, REQUESTS, worker="http://d", code="200") == 1
+
+
 def test_two_services_in_one_process_do_not_share_metrics(metrics):
     """Each has a registry of its own, and may be made twice."""
-    other = Metrics("random", [Pool("default")])
+    other = Metrics("random", registry_of())
 
     metrics.retries.inc(3)
 

@@ -1,4 +1,4 @@
-"""Workers come and go; leases are counted exactly."""
+"""Workers come and go; leases are counted exactly. The pool is as the registry keeps it."""
 
 from __future__ import annotations
 
@@ -8,46 +8,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec
+from extproc.discovery.updates import Add, Remove, Reset
 from extproc.pool import Lease, Pool
 from policies.base import Worker
+from tests.extproc.recorder import Recorder
+from tests.fleets import STATIC, registry_of, remove, reset, spec_of
 
-
-def spec(name, endpoint=None):
-    return WorkerSpec(f"http://{name}:8000", endpoint or f"{name}:8000")
-
-
-A, B, C = spec("10.0.0.1"), spec("10.0.0.2"), spec("10.0.0.3")
+A, B, C = (spec_of(f"http://10.0.0.{number}:8000") for number in (1, 2, 3))
+NEW = spec_of("http://10.0.0.0:8000")
 
 
 def urls(pool):
     return [worker.url for worker in pool.candidates]
 
 
+def apply(registry, update):
+    registry.apply(STATIC, update, 0.0)
+    return registry.commit(0.0).members
+
+
+def member(pool, spec):
+    (found,) = [worker for worker in pool.members if worker.url == spec.key]
+    return found
+
+
 def test_new_pool_has_nobody():
-    """No candidates and nothing in flight."""
-    pool = Pool("default")
+    """No members, no candidates and nothing in flight."""
+    pool = Pool("default", Recorder())
 
-    assert (pool.name, pool.candidates, pool.in_flight) == ("default", (), 0)
+    assert (pool.name, pool.members, pool.candidates) == ("default", (), ())
+    assert (pool.in_flight, pool.spread) == (0, False)
 
 
-def test_candidates_stand_in_order_of_joining(pool):
+def test_candidates_stand_in_order_of_joining(registry, pool):
     """A worker that joins later stands behind, whatever its address."""
-    pool.apply(Add(spec("10.0.0.0")))
+    apply(registry, Add(NEW))
 
-    assert urls(pool) == [A.url, B.url, C.url, "http://10.0.0.0:8000"]
+    assert urls(pool) == [A.key, B.key, C.key, NEW.key]
     assert [worker.order for worker in pool.candidates] == [0, 1, 2, 3]
 
 
-def test_reset_keeps_workers_that_stay(pool):
+def test_reset_keeps_workers_that_stay(registry, pool):
     """Who is named again stays the same object with its leases and its place."""
     first, _, third = pool.candidates
     pool.acquire(first)
 
-    assert pool.apply(Reset((C, A, spec("10.0.0.9"))))
+    assert apply(registry, Reset((C, A, NEW)))
 
     assert pool.candidates[:2] == (first, third)
-    assert urls(pool)[2] == "http://10.0.0.9:8000"
+    assert urls(pool)[2] == NEW.key
     assert first.in_flight == 1
 
 
@@ -59,62 +68,76 @@ def test_reset_keeps_workers_that_stay(pool):
         (Reset((B, B)), True, [B]),
         (Reset(()), True, []),
         (Add(B), False, [A, B, C]),
-        (Remove(B.url), True, [A, C]),
+        (Remove(B.key), True, [A, C]),
         (Remove("http://unknown:1"), False, [A, B, C]),
     ],
     ids=["same", "other order", "one twice", "nobody", "known", "removal", "unknown removal"],
 )
-def test_update_tells_whether_workers_changed(pool, update, changed, left):
+def test_update_tells_whether_workers_changed(registry, pool, update, changed, left):
     """Envoy is told only of changes, so "unchanged" must be exact."""
-    before = pool.candidates
+    before = pool.members
 
-    assert pool.apply(update) is changed
+    assert apply(registry, update) is changed
 
-    assert urls(pool) == [s.url for s in left]
-    assert (pool.candidates is before) is not changed
+    assert urls(pool) == [spec.key for spec in left]
+    assert (pool.members is before) is not changed
 
 
-@pytest.mark.parametrize("by", [Add, lambda moved: Reset((A, moved, C))], ids=["add", "reset"])
-def test_worker_at_another_endpoint_is_a_new_worker(pool, by):
+def test_worker_at_another_endpoint_is_a_new_worker():
     """It may be another machine: its count starts at zero, and it joins at the end."""
-    old = pool.get(B.url)
+    registry = registry_of("http://10.0.0.1:8000")
+    registry.on_address("b", "10.0.0.2")
+    reset(registry, "http://10.0.0.1:8000", "http://b:8000", "http://10.0.0.3:8000")
+    pool = registry.pools[0]
+    old = member(pool, spec_of("http://b:8000"))
     lease = pool.acquire(old)
 
-    assert pool.apply(by(spec("10.0.0.2", "10.9.9.9:8000")))
+    registry.on_address("b", "10.9.9.9")
+    assert registry.commit(0.0).members
 
-    new = pool.get(B.url)
+    new = member(pool, spec_of("http://b:8000"))
     assert new is pool.candidates[-1]
     assert (new.endpoint, new.in_flight, old.in_flight) == ("10.9.9.9:8000", 0, 1)
     assert pool.in_flight == 1
-    lease.release()
+    lease.release(1.0)
     assert (new.in_flight, old.in_flight, pool.in_flight) == (0, 0, 0)
 
 
-def test_removed_worker_keeps_its_leases(pool):
+def test_removed_worker_keeps_its_leases(registry, pool):
     """It is no candidate any more; its requests are still counted until they end."""
     worker = pool.candidates[0]
     lease = pool.acquire(worker)
 
-    pool.apply(Remove(worker.url))
+    remove(registry, worker.url)
 
-    assert pool.get(worker.url) is None
+    assert worker not in pool.members
     assert (worker.in_flight, pool.in_flight) == (1, 1)
-    assert lease.release()
+    assert lease.release(1.0)
     assert (worker.in_flight, pool.in_flight) == (0, 0)
 
 
-def test_worker_that_comes_back_is_a_new_one(pool):
-    """Its old requests do not count against it, and their end does not go below zero."""
+def test_worker_that_comes_back_still_has_its_requests_under_way(registry, pool):
+    """The engine still works on them; to policies it has just joined."""
     old = pool.candidates[0]
     lease = pool.acquire(old)
-    pool.apply(Remove(old.url))
+    apply(registry, Remove(old.url))
 
-    pool.apply(Add(A))
+    apply(registry, Add(A))
 
-    new = pool.get(A.url)
-    assert new is not old
-    lease.release()
-    assert (new.in_flight, old.in_flight, pool.in_flight) == (0, 0, 0)
+    new = member(pool, A)
+    assert (new.in_flight, pool.members[-1]) == (1, new)
+    lease.release(1.0)
+    assert (new.in_flight, pool.in_flight) == (0, 0)
+
+
+def test_worker_that_comes_back_idle_is_a_new_one(registry, pool):
+    """Nothing of the old one is left."""
+    old = pool.candidates[0]
+    apply(registry, Remove(old.url))
+
+    apply(registry, Add(A))
+
+    assert member(pool, A) is not old
 
 
 def test_lease_is_released_once(pool):
@@ -122,44 +145,109 @@ def test_lease_is_released_once(pool):
     worker = pool.candidates[1]
     lease, other = pool.acquire(worker), pool.acquire(worker)
 
-    assert [lease.release(), lease.release(), lease.release()] == [True, False, False]
+    assert [lease.release(1.0), lease.release(2.0), lease.release(3.0)] == [True, False, False]
 
     assert (worker.in_flight, pool.in_flight) == (1, 1)
-    assert other.release()
+    assert other.release(4.0)
 
 
-def test_worker_is_found_by_its_endpoint(pool):
+def test_policy_hears_once_that_a_lease_ended(pool, policy):
+    """With the worker and the time of the end, also when the worker is long gone."""
+    worker = pool.candidates[1]
+    lease = pool.acquire(worker)
+
+    lease.release(1.5)
+    lease.release(2.5)
+
+    assert policy.done == [(worker, 1.5)]
+
+
+class Silent:
+    """A policy that wants to hear nothing."""
+
+    name = "silent"
+    needs_body = False
+
+    def pick(self, request, workers, *, now, rng):
+        return workers[0]
+
+
+def test_policy_that_observes_nothing_is_not_told(get):
+    """``on_sent``, ``on_done`` and ``on_workers`` are optional."""
+    pool = Pool("default", Silent())
+    worker = Worker("http://a", "10.0.0.1:80", 0)
+
+    pool.set_members((worker,))
+    pool.on_sent(worker, get, 0.0)
+
+    assert pool.acquire(worker).release(1.0)
+
+
+def test_worker_is_found_by_its_endpoint(registry):
     """Its URL while it is a member; the endpoint itself when nobody is there."""
-    assert pool.url_of(B.endpoint) == B.url
+    assert registry.url_of("10.0.0.2:8000") == B.key
 
-    pool.apply(Remove(B.url))
-    pool.apply(Add(WorkerSpec(A.url, "10.9.9.9:1")))
+    apply(registry, Remove(B.key))
 
-    assert pool.url_of(B.endpoint) == B.endpoint
-    assert (pool.url_of(A.endpoint), pool.url_of("10.9.9.9:1")) == (A.endpoint, A.url)
+    assert registry.url_of("10.0.0.2:8000") == "10.0.0.2:8000"
+    assert registry.url_of("10.0.0.1:8000") == A.key
 
 
-def test_reader_never_sees_half_an_update(pool):
+def test_reader_never_sees_half_an_update(registry, pool):
     """The tuple that a request holds is not changed by a later update."""
     held = pool.candidates
 
-    pool.apply(Reset((spec("10.0.0.9"),)))
+    apply(registry, Reset((NEW,)))
 
-    assert [worker.url for worker in held] == [A.url, B.url, C.url]
+    assert [worker.url for worker in held] == [A.key, B.key, C.key]
 
 
-def test_subscriber_hears_of_members_now_and_at_each_change(pool):
+class Member(Recorder):
+    """Keeps what it hears of members."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def on_workers(self, workers):
+        self.heard.append([worker.url for worker in workers])
+
+
+def test_policy_hears_of_members_at_each_change():
     """Once for each real change, with all members in order; an update that changes nothing is quiet."""
-    heard, heard_later = [], []
-    pool.subscribe(lambda workers: heard.append([worker.url for worker in workers]))
+    policy = Member()
+    registry = registry_of(A, B, C, policy=policy)
 
-    pool.apply(Add(A))
-    pool.apply(Remove(B.url))
-    pool.subscribe(lambda workers: heard_later.append([worker.url for worker in workers]))
-    pool.apply(Reset((C,)))
+    apply(registry, Add(A))
+    apply(registry, Remove(B.key))
+    apply(registry, Reset((C,)))
 
-    assert heard == [[A.url, B.url, C.url], [A.url, C.url], [C.url]]
-    assert heard_later == [[A.url, C.url], [C.url]]
+    assert [heard for heard in policy.heard if heard] == [
+        [A.key, B.key, C.key],
+        [A.key, C.key],
+        [C.key],
+    ]
+
+
+def test_candidates_by_name_are_those_that_serve_it(pool):
+    """A name that makes no difference has them all; one that nobody can serve now has none."""
+    first, second, third = pool.candidates
+
+    pool.set_candidates((first, second, third), {"adapter": (second,), "gone": ()})
+
+    assert pool.candidates_for("adapter") == (second,)
+    assert pool.candidates_for("gone") == ()
+    assert pool.candidates_for("any") == pool.candidates_for("") == (first, second, third)
+
+
+@pytest.mark.parametrize(
+    ("paths", "spread"), [(("", ""), False), (("/a", "/a"), False), (("", "/a"), True)], ids=str
+)
+def test_pool_knows_whether_its_workers_are_in_several_clusters(paths, spread):
+    """Retries must then stay in the cluster of the first pick."""
+    registry = registry_of(*(f"http://10.0.0.{n}{path}" for n, path in enumerate(paths, start=1)))
+
+    assert registry.pools[0].spread is spread
 
 
 @dataclasses.dataclass
@@ -170,13 +258,13 @@ class Model:
     leases: list[tuple[Worker, Lease]] = dataclasses.field(default_factory=list)
 
 
-specs = st.builds(
-    spec, st.sampled_from("abcd"), st.sampled_from([None, None, "10.1.1.1:1", "10.1.1.2:1"])
-)
+NAMES = "abcd"
+specs = st.sampled_from(NAMES).map(lambda name: spec_of(f"http://{name}:8000"))
 events = st.one_of(
     st.builds(Add, specs),
-    st.builds(Remove, st.sampled_from("abcde").map(lambda name: spec(name).url)),
+    st.builds(Remove, st.sampled_from("abcde").map(lambda name: f"http://{name}:8000")),
     st.builds(Reset, st.lists(specs, max_size=4).map(tuple)),
+    st.tuples(st.just("move"), st.sampled_from(NAMES), st.integers(0, 2)),
     st.tuples(st.just("acquire"), st.integers(0, 9)),
     st.tuples(st.just("release"), st.integers(0, 9)),
     st.tuples(st.just("release again"), st.integers(0, 9)),
@@ -188,33 +276,46 @@ events = st.one_of(
 @given(sequence=st.lists(events, max_size=30))
 def test_counts_are_exact_after_any_ordering_of_events(sequence):
     """In flight is the number of open leases at every step, and zero when all are released."""
-    pool, model, released = Pool("p"), Model(), []
+    registry, model, released = registry_of(), Model(), []
+    addresses = {name: f"10.0.0.{number}" for number, name in enumerate(NAMES)}
+
+    def in_flight():
+        return sum(pool.in_flight for pool in (*registry.pools, *registry.retired))
+
     for event in sequence:
+        pool = registry.pools[0]
         before = {worker.url: worker for worker in pool.candidates}
+        wanted = set(model.endpoints)
+        for name, address in addresses.items():
+            registry.on_address(name, address)
         match event:
-            case ("acquire", number) if pool.candidates:
-                worker = pool.candidates[number % len(pool.candidates)]
-                model.leases.append((worker, pool.acquire(worker)))
-            case ("release", number) if model.leases:
-                _, lease = model.leases.pop(number % len(model.leases))
-                assert lease.release()
-                released.append(lease)
-            case ("release again", number) if released:
-                assert not released[number % len(released)].release()
+            case ("acquire", number):
+                if pool.candidates:
+                    worker = pool.candidates[number % len(pool.candidates)]
+                    model.leases.append((worker, pool.acquire(worker)))
+            case ("release", number):
+                if model.leases:
+                    _, lease = model.leases.pop(number % len(model.leases))
+                    assert lease.release(1.0)
+                    released.append(lease)
+            case ("release again", number):
+                assert not released or not released[number % len(released)].release(1.0)
+            case ("move", name, number):
+                addresses[name] = f"10.{number}.0.{NAMES.index(name)}"
+                registry.on_address(name, addresses[name])
             case Add(worker):
-                changed = pool.apply(event)
-                assert changed == (model.endpoints.get(worker.url) != worker.endpoint)
-                model.endpoints[worker.url] = worker.endpoint
-            case Remove(url):
-                assert pool.apply(event) == (model.endpoints.pop(url, None) is not None)
+                wanted.add(worker.key)
+                registry.apply(STATIC, event, 0.0)
+            case Remove(key):
+                wanted.discard(key)
+                registry.apply(STATIC, event, 0.0)
             case Reset(workers):
-                wanted = {worker.url: worker.endpoint for worker in workers}
-                # Named twice at two endpoints, one of them known: whether it "changed" is open.
-                if len(wanted) == len(set(workers)):
-                    assert pool.apply(event) == (wanted != model.endpoints)
-                else:
-                    pool.apply(event)
-                model.endpoints = wanted
+                wanted = {worker.key for worker in workers}
+                registry.apply(STATIC, event, 0.0)
+        endpoints = {url: f"{addresses[url[7]]}:8000" for url in wanted}
+        changed = registry.commit(0.0).members
+        assert changed == (endpoints != model.endpoints)
+        model.endpoints = endpoints
 
         assert {w.url: w.endpoint for w in pool.candidates} == model.endpoints
         orders = [worker.order for worker in pool.candidates]
@@ -222,46 +323,45 @@ def test_counts_are_exact_after_any_ordering_of_events(sequence):
         for worker in pool.candidates:
             same = before.get(worker.url)
             assert worker is same or same is None or same.endpoint != worker.endpoint
-            assert pool.get(worker.url) is worker
-        assert pool.in_flight == len(model.leases)
+        assert in_flight() == len(model.leases)
         for worker in {*pool.candidates, *(worker for worker, _ in model.leases)}:
             assert worker.in_flight == sum(w is worker for w, _ in model.leases)
 
     for _, lease in model.leases:
-        lease.release()
-    assert pool.in_flight == 0
+        lease.release(1.0)
+    assert in_flight() == 0
     assert all(worker.in_flight == 0 for worker, _ in model.leases)
 
 
-def test_suspended_worker_is_no_candidate_until_it_is_resumed(pool, specs):
+def test_suspended_worker_is_no_candidate_until_it_is_resumed(registry, pool):
     """It stays a member, for policies that keep its sessions."""
-    pool.apply(Reset(specs))
     endpoint = pool.members[0].endpoint
 
-    assert pool.suspend(endpoint)
-    assert not pool.suspend(endpoint)
+    assert registry.suspend(endpoint, suspended=True)
+    assert not registry.suspend(endpoint, suspended=True)
+    registry.commit(0.0)
     assert pool.candidates == pool.members[1:]
-    pool.resume(endpoint)
+
+    assert registry.suspend(endpoint, suspended=False)
+    registry.commit(0.0)
     assert pool.candidates == pool.members
-    assert not pool.suspend("10.9.9.9:9")
+    assert not registry.suspend("10.9.9.9:9", suspended=True)
 
 
-def test_when_all_are_suspended_one_must_be_tried(pool, specs):
+def test_when_all_are_suspended_one_must_be_tried(registry, pool):
     """No request is refused because nobody is trusted."""
-    pool.apply(Reset(specs))
-
     for worker in pool.members:
-        pool.suspend(worker.endpoint)
+        registry.suspend(worker.endpoint, suspended=True)
+    registry.commit(0.0)
 
     assert pool.candidates == pool.members
 
 
-def test_worker_with_another_weight_is_a_new_one(pool, specs):
-    """Policies that keep something by weight see it come and go."""
-    pool.apply(Reset(specs))
+def test_worker_with_another_weight_is_the_same(registry, pool):
+    """Requests under way stay counted; policies are told, for they may keep something by weight."""
     before = pool.members[0]
 
-    pool.apply(Reset((dataclasses.replace(specs[0], weight=2.0), *specs[1:])))
+    apply(registry, Reset((dataclasses.replace(A, weight=2.0), B, C)))
 
-    (heavy,) = [worker for worker in pool.members if worker.url == before.url]
-    assert (heavy.weight, heavy is before) == (2.0, False)
+    heavy = member(pool, A)
+    assert (heavy.weight, heavy is before) == (2.0, True)

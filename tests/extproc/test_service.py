@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from extproc.address import Address
-from extproc.discovery.updates import Reset
 from extproc.grpc_server import GrpcServer
 from extproc.metrics import Metrics
 from extproc.router import Router
@@ -28,6 +27,7 @@ from tests.extproc.envoy_messages import (
     request_headers,
 )
 from tests.extproc.recorder import Recorder
+from tests.fleets import reset
 
 TIMEOUT_S = 10
 MAX_MESSAGE_BYTES = 100_000
@@ -43,19 +43,14 @@ class Faulty(Recorder):
 
 
 @pytest.fixture
-def policy():
-    return Recorder()
+def metrics(registry):
+    return Metrics("recorder", registry)
 
 
 @pytest.fixture
-def metrics(pool):
-    return Metrics("recorder", [pool])
-
-
-@pytest.fixture
-async def channel(pool, policy, metrics, tmp_path):
+async def channel(registry, metrics, tmp_path):
     """Connect to a server with the service."""
-    router = Router(pool, policy, random.Random(1))
+    router = Router(registry, random.Random(1))
     service = ExtProcService(router, metrics, ids=random.Random(2), max_body_bytes=100)
     server = GrpcServer(service.methods(), max_message_bytes=MAX_MESSAGE_BYTES)
     await server.start(Address(path=f"{tmp_path}/s"))
@@ -151,9 +146,9 @@ async def test_decision_is_counted_once_per_exchange(open_stream, metrics):
     assert count(metrics, "decision_duration_seconds_count") == 3
 
 
-async def test_refusal_is_counted_by_its_reason(open_stream, metrics, pool):
+async def test_refusal_is_counted_by_its_reason(open_stream, metrics, registry):
     """Answered with 503, the stream ends well: a refusal is no error."""
-    pool.apply(Reset(()))
+    reset(registry)
     stream = open_stream()
     await stream.write(headers())
 

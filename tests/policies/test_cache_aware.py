@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from policies.base import Request
+from policies.base import CacheKeeper, Request
 from policies.cache_aware import EVICT_TO_RATIO, CacheAware
 from tests.policies.fleets import Fleet, chat, completion, fleet
 
@@ -642,3 +642,43 @@ def test_parameters_are_those_of_the_documentation():
         "max_tree_chars": 33_554_432,
         "shared_fan_out": 4,
     }
+
+
+def test_flushed_policy_knows_its_workers_but_no_prompt():
+    """It picks as at the start, and learns again."""
+    pool = pool_of(2)
+    a, b = pool.members
+    pool.send(completion("hello world"), to=a)
+    pool.send(completion("hi"), to=b)
+
+    pool.policy.flush()
+
+    assert isinstance(pool.policy, CacheKeeper)
+    assert sizes(pool) == [0, 0]
+    assert {pool.pick(completion("hello world")) for _ in range(20)} == {a, b}
+    pool.send(completion("hello world"), to=b)
+    assert pool.pick(completion("hello world")) is b
+
+
+def test_flushing_between_two_questions_forgets_the_last_match():
+    """The router asks again for fallbacks; what it asks about may be gone."""
+    pool = pool_of(2)
+    a, _ = pool.members
+    request = completion("hello world")
+    pool.send(request, to=a)
+    assert pool.pick(request) is a
+
+    pool.policy.flush()
+
+    assert {pool.pick(request) for _ in range(20)} == set(pool.members)
+
+
+def test_flushed_policy_follows_its_members():
+    """Those that go and come afterwards."""
+    pool = pool_of(3)
+    pool.policy.flush()
+
+    pool.policy.on_workers(pool.members[1:])
+    assert pool.policy._tree.characters.count(0) == 2
+    pool.policy.on_workers(pool.members)
+    assert sizes(pool) == [0, 0, 0]

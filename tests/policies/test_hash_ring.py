@@ -193,3 +193,20 @@ def test_hashes_are_the_same_for_ever():
 
 
 GOLDEN = [0, 3, 3, 3, 3, 1, 1, 0, 0, 3, 3, 1]
+
+
+@pytest.mark.parametrize("others", [0, 20])
+def test_worker_whose_weight_changes_gets_its_new_share(others):
+    """As a ring that never knew the old weight, whether it is built anew or patched."""
+    workers = fleet(1 + others)
+    ring = HashRing(40)
+    ring.set_members(workers)
+
+    workers[0].weight = 3.0
+    ring.set_members(workers)
+
+    fresh = HashRing(40)
+    fresh.set_members(workers)
+    positions = [number * 2**20 for number in range(4096)]
+    assert [ring.owner(at) for at in positions] == [fresh.owner(at) for at in positions]
+    assert len(ring) == len(fresh) == 40 * 4 * (3 + others)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from protos import access_log_pb2, core_pb2, discovery_pb2, ext_proc_pb2
+from protos import access_log_pb2, core_pb2, discovery_pb2, endpoint_pb2, ext_proc_pb2
 
 pytestmark = pytest.mark.slow
 
-FILES = [module.DESCRIPTOR for module in (core_pb2, ext_proc_pb2, access_log_pb2, discovery_pb2)]
+MODULES = (core_pb2, ext_proc_pb2, access_log_pb2, discovery_pb2, endpoint_pb2)
+FILES = [module.DESCRIPTOR for module in MODULES]
 
 
 def nested(messages):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import envoy_data_plane.envoy.config.core.v3 as core
+import envoy_data_plane.envoy.config.endpoint.v3 as endpoint
 import envoy_data_plane.envoy.data.accesslog.v3 as access_log_data
 import envoy_data_plane.envoy.extensions.filters.http.ext_proc.v3 as filter_config
 import envoy_data_plane.envoy.service.accesslog.v3 as access_log
@@ -27,10 +28,10 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from protos import access_log_pb2, core_pb2, discovery_pb2, ext_proc_pb2
+from protos import access_log_pb2, core_pb2, discovery_pb2, endpoint_pb2, ext_proc_pb2
 
-OURS = (core_pb2, ext_proc_pb2, access_log_pb2, discovery_pb2)
-MODULES = (ext_proc, core, access_log, access_log_data, discovery, filter_config)
+OURS = (core_pb2, ext_proc_pb2, access_log_pb2, discovery_pb2, endpoint_pb2)
+MODULES = (ext_proc, core, endpoint, access_log, access_log_data, discovery, filter_config)
 
 MOVED = {
     # our name: theirs, where a subset of several files put it elsewhere
@@ -42,6 +43,8 @@ MOVED = {
     "HeaderAppendAction": core.HeaderValueOptionHeaderAppendAction,
     "BodySendMode": filter_config.ProcessingModeBodySendMode,
     "HeaderSendMode": filter_config.ProcessingModeHeaderSendMode,
+    "HealthCheckConfig": endpoint.EndpointHealthCheckConfig,
+    "HealthStatus": core.HealthStatus,
     "HTTPAccessLogEntries": access_log.StreamAccessLogsMessageHttpAccessLogEntries,
     "HTTPAccessLogEntry": access_log_data.HttpAccessLogEntry,
     "HTTPRequestProperties": access_log_data.HttpRequestProperties,

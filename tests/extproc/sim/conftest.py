@@ -2,6 +2,9 @@
 
 import asyncio
 import contextlib
+import shutil
+import ssl
+import subprocess
 
 import aiohttp
 import openai
@@ -85,3 +88,30 @@ def chat_body():
         return {"model": "sim-model", "messages": [message], **fields}
 
     return make
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """Make a certificate for 127.0.0.1; return the paths of it and of its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the openssl command: apt-get install openssl")
+    directory = tmp_path_factory.mktemp("tls")
+    paths = directory / "cert.pem", directory / "key.pem"
+    subprocess.run(
+        [
+            *(openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
+            *("-nodes", "-days", "2", "-subj", "/CN=sim", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-out", paths[0], "-keyout", paths[1]),
+        ],
+        check=True,
+        capture_output=True,
+        timeout=20,
+    )
+    return [str(path) for path in paths]
+
+
+@pytest.fixture
+def trust(certificate):
+    """Make a client context that knows the certificate."""
+    return ssl.create_default_context(cafile=certificate[0])

@@ -61,7 +61,9 @@ def test_flags_become_settings():
         "--host ::1 --port 1 --name n --model a b --model c --hardware h200 --speed 0 --kv-blocks 5 "
         "--max-num-seqs 6 --max-num-batched-tokens 7 --max-model-len 8 --itl-ms 9 --ttft-ms 10 "
         "--record 11 --seed 12 --fail-first-n 13 --status-code 514 --random-fail-rate 0.15 "
-        "--crash-on-request 16 --stall-after 17 --reset-after 18"
+        "--crash-on-request 16 --stall-after 17 --reset-after 18 --health-status 519 "
+        "--lora-modules x y=/p --lora-modules z --root-path /r --ssl-certfile c.pem --ssl-keyfile k.pem "
+        "--api-key secret --startup-delay 20 --data-parallel-size 21 --data-parallel-start-rank 22"
     )
 
     assert build_config(parse(*flags.split())) == SimConfig(
@@ -69,6 +71,14 @@ def test_flags_become_settings():
         port=1,
         name="n",
         models=("a", "b", "c"),
+        lora_modules=("x", "y=/p", "z"),
+        root_path="/r",
+        ssl_certfile="c.pem",
+        ssl_keyfile="k.pem",
+        api_key="secret",
+        startup_delay_s=20,
+        data_parallel_size=21,
+        data_parallel_start_rank=22,
         hardware="h200",
         speed=0,
         kv_blocks=5,
@@ -86,6 +96,7 @@ def test_flags_become_settings():
             crash_on_request=16,
             stall_after=17,
             reset_after=18,
+            health_status=519,
         ),
     )
 
@@ -99,6 +110,22 @@ def test_flags_become_settings():
         (["--itl-ms", "-1"], "itl_ms must be >= 0, got -1.0"),
         (["--max-num-seqs", "0"], "max_num_seqs must be >= 1, got 0"),
         (["--kv-blocks", "0"], "kv_blocks must be >= 1, got 0"),
+        (["--health-status", "1"], "health_status must be 200 to 599, got 1"),
+        (["--data-parallel-size", "0"], "data_parallel_size must be >= 1, got 0"),
+        (["--data-parallel-start-rank", "-1"], "data_parallel_start_rank must be >= 0, got -1"),
+        (["--startup-delay", "-1"], "startup_delay_s must be >= 0, got -1.0"),
+        (["--root-path", "x"], "root_path must start with / and not end so, got 'x'"),
+        (["--root-path", "/x/"], "root_path must start with / and not end so, got '/x/'"),
+        (["--ssl-keyfile", "k"], "ssl_keyfile needs ssl_certfile"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (
+            ["--lora-modules", "sim-model"],
+            "lora_modules must be NAME or NAME=PATH with a name of its own, got 'sim-model'",
+        ),
+        (
+            ["--lora-modules", "=/p"],
+            "lora_modules must be NAME or NAME=PATH with a name of its own, got '=/p'",
+        ),
     ],
 )
 def test_impossible_flags_are_one_line_and_exit_1(flags, message, capsys):
@@ -157,3 +184,37 @@ async def test_a_crash_ends_the_process(http, chat_body):
         await asyncio.wait_for(child.wait(), 10)
 
     assert child.returncode == CRASHED
+
+
+@pytest.mark.slow
+async def test_a_certificate_that_is_missing_is_one_line_and_exit_1():
+    """The line names the file."""
+    async with process("--ssl-certfile", "/missing.pem") as (child, line):
+        assert line == ""
+        _, errors = await asyncio.wait_for(child.communicate(), 10)
+
+    assert child.returncode == 1
+    assert errors.decode() == (
+        "sim-worker: cannot use the certificate '/missing.pem': No such file or directory\n"
+    )
+
+
+@pytest.mark.slow
+async def test_the_line_says_https_and_the_base_path(http, chat_body, certificate, trust):
+    """It is the URL to configure; a stop with a stream open is as clean as without TLS."""
+    flags = ("--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1])
+    slow = ("--itl-ms", "60000", "--ttft-ms", "0")
+    async with process("--name", "w7", "--root-path", "/x", *flags, *slow) as (child, line):
+        url = line.strip().removeprefix("sim-worker w7 ready on ")
+        assert url.startswith("https://127.0.0.1:")
+        assert url.endswith("/x")
+        ask = http.post(url + "/v1/chat/completions", json=chat_body(stream=True), ssl=trust)
+        async with ask as stream:
+            await stream.content.readline()
+
+            child.terminate()
+
+            output, errors = await asyncio.wait_for(child.communicate(), 10)
+            with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientOSError)):
+                await stream.read()
+    assert (child.returncode, output, errors) == (0, b"", b"")

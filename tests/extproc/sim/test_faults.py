@@ -64,6 +64,8 @@ def test_a_patch_changes_only_its_fields():
         (b'{"random_fail_rate": 2}', "random_fail_rate must be 0 to 1, got 2.0"),
         (b'{"stall_after": -1}', "stall_after must be >= 0, got -1"),
         (b'{"health_status": 99}', "health_status must be 200 to 599, got 99"),
+        (b'{"models_status": 600}', "models_status must be 200 to 599, got 600"),
+        (b'{"health_hang": 1}', "Expected `bool`, got `int`"),
         (b'{"fail_first_n": "x"}', "Expected `int`, got `str`"),
         (b"{", "truncated"),
     ],

@@ -102,6 +102,37 @@ async def test_health_can_be_bad_while_requests_are_served(worker, http, chat_bo
     assert (await http.post(worker.url + CHAT, json=chat_body())).status == 200
 
 
+async def test_health_can_hang_while_all_else_answers(worker, http, chat_body):
+    """It answers once the fault is gone."""
+    await http.post(worker.url + "/_sim/faults", data=b'{"health_hang": true}')
+    asked = asyncio.create_task(http.get(worker.url + "/health"))
+
+    done, _ = await asyncio.wait([asked], timeout=0.05)
+    others = [
+        (await http.get(worker.url + path)).status for path in ("/ping", "/metrics", "/v1/models")
+    ]
+
+    assert done == set()
+    assert others == [200, 200, 200]
+    assert (await http.post(worker.url + CHAT, json=chat_body())).status == 200
+    worker.heal()
+    assert (await asked).status == 200
+
+
+async def test_the_list_of_models_can_fail(worker, http, chat_body):
+    """An error has no list, another status has it."""
+    statuses = []
+    for status in (503, 404, 203):
+        worker.set_faults(models_status=status)
+        answer = await http.get(worker.url + "/v1/models")
+        statuses.append(answer.status)
+        document = await answer.json()
+        assert ("data" in document) is (status == 203)
+
+    assert statuses == [503, 404, 203]
+    assert (await http.post(worker.url + CHAT, json=chat_body())).status == 200
+
+
 async def test_faults_are_changed_over_http(worker, http, chat_body):
     """Fields not named keep their value; a wrong one changes nothing."""
     worker.fail_next(5, status_code=429)

@@ -273,8 +273,26 @@ async def test_the_prefix_cache_can_be_reset(worker, http, chat_body):
         return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     assert (await cached(), await cached() > 0) == (0, True)
-    assert (await http.post(worker.url + "/reset_prefix_cache")).status == 200
+    assert (await http.post(worker.url + "/reset_prefix_cache?reset_external=true")).status == 200
     assert await cached() == 0
+    state = await (await http.get(worker.url + "/_sim/state")).json()
+    assert state["prefix_cache_resets"] == 1
+
+
+async def test_server_info_shows_the_configuration(start_worker, http):
+    """As text unless JSON is asked for, like vLLM in development mode."""
+    worker = await start_worker(models=("a", "b"), data_parallel_size=2, kv_blocks=64)
+
+    text = await (await http.get(worker.url + "/server_info")).json()
+    sections = await (await http.get(worker.url + "/server_info?config_format=json")).json()
+
+    assert text["vllm_config"].startswith("model='a', max_seq_len=1024, ")
+    assert "data_parallel_size=2" in text["vllm_config"]
+    assert text["version"].startswith("0.32")
+    config = sections["vllm_config"]
+    assert config["model_config"]["served_model_name"] == ["a", "b"]
+    assert config["cache_config"] == {"block_size": 16, "num_gpu_blocks": 64}
+    assert config["parallel_config"] == {"data_parallel_size": 2, "data_parallel_rank": 0}
 
 
 async def test_realtime_echoes_frames(worker, http):

@@ -6,12 +6,13 @@ difference before it is committed. A case is one ``golden/<case>.in.yaml``.
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 from pathlib import Path
 
-import betterproto2
 import pytest
 import yaml
+from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
 
 from extproc.address import Address
 from extproc.envoy_binary import find_envoy
@@ -21,11 +22,12 @@ from extproc.xds.endpoint import build_endpoints
 from extproc.xds.listener import build_listener
 from extproc.xds.route import build_routes
 from extproc.xds.snapshot import TYPES, build_snapshot
-from extproc.xds.standalone import build_standalone
+from extproc.xds.standalone import build_standalone, plain
 from tests.extproc.xds.models import CASES, GOLDEN, read_model
 
 ROOT = Path(__file__).parents[3]
 KINDS = ("clusters", "endpoints", "listeners", "routes")
+CA_FILE = Path(__file__).parent / "ca.pem"
 GRPC, ENVOY_ADMIN = Address("127.0.0.1", 9002), Address("127.0.0.1", 9901)
 
 pytestmark = pytest.mark.slow  # a listener takes its builders half a second
@@ -36,7 +38,7 @@ def build(kind, model):
         case "clusters":
             return build_clusters(model)
         case "endpoints":
-            return [build_endpoints(pool) for pool in model.pools]
+            return [ClusterLoadAssignment.parse(build_endpoints(view)) for view in model.clusters]
         case "listeners":
             return [build_listener(model)]
         case "routes":
@@ -44,8 +46,7 @@ def build(kind, model):
 
 
 def text_of(messages):
-    plain = [message.to_dict(casing=betterproto2.Casing.SNAKE) for message in messages]
-    return yaml.safe_dump(plain, sort_keys=False, width=100)
+    return yaml.safe_dump([plain(message) for message in messages], sort_keys=False, width=100)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,7 +71,9 @@ def test_no_golden_file_is_left_over(update_golden):
         stale = []
 
     assert stale == []
-    assert {"default", "fail_closed", "full_duplex", "ipv6", "no_workers"} <= set(CASES)
+    needed = {"default", "fail_closed", "full_duplex", "ipv6", "no_workers"}
+    needed |= {"health", "tls", "tls_insecure", "base_paths", "ranks", "pools"}
+    assert needed <= set(CASES)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -80,8 +83,21 @@ def test_snapshot_holds_what_the_golden_files_show(case):
     snapshot = build_snapshot(model)
 
     for type_url, kind in zip(TYPES, KINDS, strict=True):
-        built = {getattr(m, "name", "") or m.cluster_name: bytes(m) for m in build(kind, model)}
-        assert dict(snapshot.resources[type_url].by_name) == built
+        resources = snapshot.resources[type_url].by_name
+        if kind == "endpoints":
+            assert resources == {view.name: build_endpoints(view) for view in model.clusters}
+        else:
+            assert resources == {m.name: bytes(m) for m in build(kind, model)}
+
+
+def read_model_here(case, directory):
+    """Return the model of *case* with files and directories that are there."""
+    model = read_model(case)
+    return dataclasses.replace(
+        model,
+        tls=dataclasses.replace(model.tls, ca_file=str(CA_FILE)),
+        events_dir=model.events_dir and str(directory),
+    )
 
 
 def validate(path):
@@ -101,28 +117,35 @@ def validate(path):
 def test_envoy_accepts_the_standalone_configuration(case, tmp_path):
     """Listener, routes, clusters and endpoints of every case, in one file."""
     path = tmp_path / "envoy.yaml"
-    path.write_text(to_yaml(build_standalone(read_model(case), GRPC, ENVOY_ADMIN)))
+    model = read_model_here(case, tmp_path)
+    path.write_text(to_yaml(build_standalone(model, GRPC, ENVOY_ADMIN)))
 
     assert validate(path) == (0, "")
 
 
 @pytest.mark.envoy
 @pytest.mark.parametrize("name", ["bootstrap.yaml", "standalone.yaml"])
-def test_envoy_accepts_the_shipped_file(name):
-    """As it lies in envoy/, without a word of warning."""
-    assert validate(ROOT / "envoy" / name) == (0, "")
+def test_envoy_accepts_the_shipped_file(name, tmp_path):
+    """As it lies in envoy/, but for the directory of its log, without a word of warning."""
+    path = tmp_path / name
+    path.write_text(
+        (ROOT / "envoy" / name).read_text().replace("/var/run/vllm-extproc", str(tmp_path))
+    )
+
+    assert validate(path) == (0, "")
 
 
 @pytest.mark.envoy
+@pytest.mark.parametrize("events", ["", "/tmp"])
 @pytest.mark.parametrize(
     ("grpc", "admin"),
     [(GRPC, ENVOY_ADMIN), (Address(path="/run/x.sock"), Address(path="/run/y.sock"))],
     ids=["tcp", "unix"],
 )
-def test_envoy_accepts_the_bootstrap_with_addresses_put_in(grpc, admin, tmp_path):
-    """Ports or Unix sockets."""
+def test_envoy_accepts_the_bootstrap_with_addresses_put_in(grpc, admin, events, tmp_path):
+    """Ports or Unix sockets, with a log of ejections or without."""
     path = tmp_path / "envoy.yaml"
-    path.write_text(to_yaml(build_bootstrap(grpc, admin)))
+    path.write_text(to_yaml(build_bootstrap(grpc, admin, events)))
 
     assert validate(path) == (0, "")
 

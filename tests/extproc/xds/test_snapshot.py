@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from envoy_data_plane.envoy.config.cluster.v3 import Cluster, ClusterDiscoveryType
-from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
-from envoy_data_plane.envoy.config.listener.v3 import Listener
 
 from extproc.address import Address
+from extproc.clusters import ClusterView, EndpointView
 from extproc.xds.endpoint import build_endpoints
-from extproc.xds.model import PoolModel
+from extproc.xds.model import HealthChecks, WorkerTls
 from extproc.xds.snapshot import (
     CLUSTER_TYPE,
     ENDPOINT_TYPE,
@@ -26,10 +24,9 @@ from extproc.xds.snapshot import (
     build_snapshot,
     check_consistent,
 )
-from extproc.xds.wire import endpoint_addresses
+from protos.endpoint_pb2 import ClusterLoadAssignment
 from tests.extproc.xds.models import read_model
-
-EDS, STATIC = ClusterDiscoveryType.EDS, ClusterDiscoveryType.STATIC
+from tests.fleets import at_endpoints, registry_of, reset
 
 
 @pytest.fixture(scope="module")
@@ -77,40 +74,140 @@ def test_another_process_gives_the_same_versions(snapshot):
     assert done.stdout.split() == list(versions(snapshot).values())
 
 
+PLAIN = EndpointView("10.0.0.5:8000")
+ALL_BUT_ENDPOINTS = {CLUSTER_TYPE, LISTENER_TYPE, ROUTE_TYPE}
+CHANGES = {
+    "endpoint": ({"clusters": [("default", "", ["10.0.0.9:1"])]}, {ENDPOINT_TYPE}),
+    "one more endpoint": (
+        {"clusters": [("default", "", ["10.0.0.5:8000", "10.0.0.6:8000", "10.0.0.7:8000"])]},
+        {ENDPOINT_TYPE},
+    ),
+    "no endpoint": ({"clusters": [("default", "", [])]}, {ENDPOINT_TYPE}),
+    "draining": (
+        {"clusters": [("default", "", [EndpointView("10.0.0.5:8000", draining=True)])]},
+        {ENDPOINT_TYPE},
+    ),
+    "host name": (
+        {"clusters": [("default", "", [EndpointView("10.0.0.5:8000", "worker.example")])]},
+        {ENDPOINT_TYPE},
+    ),
+    "first https worker": (
+        {"clusters": [("default", "", [PLAIN, EndpointView("10.0.0.6:1", "a", tls=True)])]},
+        {ENDPOINT_TYPE},
+    ),
+    "name of the pool": (
+        {"clusters": [("other", "", ["10.0.0.5:8000", "10.0.0.6:8000"])]},
+        {CLUSTER_TYPE, ENDPOINT_TYPE, ROUTE_TYPE},
+    ),
+    "one more pool": (
+        {"clusters": [("default", "", ["10.0.0.5:8000", "10.0.0.6:8000"]), ("b", "", [])]},
+        {CLUSTER_TYPE, ENDPOINT_TYPE},
+    ),
+    "one more base path": (
+        {"clusters": [("default", "", ["10.0.0.5:8000", "10.0.0.6:8000"]), ("b~x", "/x", [])]},
+        {CLUSTER_TYPE, ENDPOINT_TYPE, ROUTE_TYPE},
+    ),
+    "health checks": ({"health": HealthChecks(path="/ready")}, {CLUSTER_TYPE}),
+    "event log": ({"events_dir": "/run/x"}, {CLUSTER_TYPE}),
+    "unhealthy ones are tried": ({"try_unhealthy": True}, {CLUSTER_TYPE}),
+    "trust": ({"tls": WorkerTls(insecure=True)}, {CLUSTER_TYPE}),
+    "port": ({"port": 1}, {LISTENER_TYPE}),
+    "body limit": ({"max_payload_bytes": 1}, {LISTENER_TYPE, ROUTE_TYPE}),
+    "decision timeout": ({"decision_timeout_s": 1.0}, {LISTENER_TYPE}),
+    "idle timeout": ({"idle_timeout_s": 1.0}, {LISTENER_TYPE, ROUTE_TYPE}),
+    "admin address": ({"admin_address": Address("127.0.0.1", 1)}, {CLUSTER_TYPE}),
+    "fail closed": ({"fail_closed": True}, ALL_BUT_ENDPOINTS),
+    "full duplex": ({"full_duplex": True}, {LISTENER_TYPE}),
+}
+
+
+def clusters_of(listed):
+    return tuple(
+        ClusterView(
+            name,
+            path,
+            tuple(EndpointView(e) if isinstance(e, str) else e for e in endpoints),
+            is_default=name in ("default", "other"),
+        )
+        for name, path, endpoints in listed
+    )
+
+
+def changed_types(before, after):
+    old, new = versions(before), versions(after)
+    return {type_url for type_url in TYPES if old[type_url] != new[type_url]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "changed"),
-    [
-        ({"pools": (PoolModel("default", ("10.0.0.9:1",)),)}, {ENDPOINT_TYPE}),
-        ({"pools": (PoolModel("other", ("10.0.0.5:8000", "10.0.0.6:8000")),)},
-         {CLUSTER_TYPE, ENDPOINT_TYPE, ROUTE_TYPE}),
-        ({"port": 1}, {LISTENER_TYPE}),
-        ({"max_payload_bytes": 1}, {LISTENER_TYPE, ROUTE_TYPE}),
-        ({"decision_timeout_s": 1.0}, {LISTENER_TYPE}),
-        ({"idle_timeout_s": 1.0}, {LISTENER_TYPE, ROUTE_TYPE}),
-        ({"admin_address": Address("127.0.0.1", 1)}, {CLUSTER_TYPE}),
-        ({"fail_closed": True}, {CLUSTER_TYPE, LISTENER_TYPE, ROUTE_TYPE}),
-        ({"full_duplex": True}, {LISTENER_TYPE}),
-    ],
-    ids=[
-        "endpoint",
-        "name of the pool",
-        "port",
-        "body limit",
-        "decision timeout",
-        "idle timeout",
-        "admin address",
-        "fail closed",
-        "full duplex",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("change", "changed"), CHANGES.values(), ids=list(CHANGES))
 def test_only_what_changed_has_a_new_version(model, snapshot, change, changed):
     """Workers that come and go never touch the listener, and so no connection."""
-    before = versions(snapshot)
+    if "clusters" in change:
+        change = {**change, "clusters": clusters_of(change["clusters"])}
 
-    after = versions(build_snapshot(dataclasses.replace(model, **change)))
+    after = build_snapshot(dataclasses.replace(model, **change))
 
-    assert {type_url for type_url in TYPES if after[type_url] != before[type_url]} == changed
+    assert changed_types(snapshot, after) == changed
+    for type_url in set(TYPES) - changed:
+        assert after.resources[type_url].by_name == snapshot.resources[type_url].by_name
+
+
+def by_ip(ip):
+    return EndpointView(f"{ip}:8443", ip, tls=True)
+
+
+BY_NAME = [EndpointView(f"10.0.0.{n}:8443", f"{n}.example", tls=True) for n in (7, 8)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ([PLAIN, BY_NAME[0]], [PLAIN, *BY_NAME], {ENDPOINT_TYPE}),
+        ([PLAIN, *BY_NAME], [BY_NAME[1]], {ENDPOINT_TYPE}),
+        ([by_ip("10.0.0.7")], [by_ip("10.0.0.7"), PLAIN], {ENDPOINT_TYPE}),
+        ([by_ip("10.0.0.7")], [by_ip("10.0.0.8")], {CLUSTER_TYPE, ENDPOINT_TYPE}),
+        ([PLAIN, BY_NAME[0]], [PLAIN], {ENDPOINT_TYPE}),
+        ([PLAIN], [PLAIN, BY_NAME[0]], {ENDPOINT_TYPE}),
+    ],
+    ids=[
+        "one more name",
+        "names go",
+        "plain one beside it",
+        "another address",
+        "the last one goes",
+        "the first one comes",
+    ],
+)
+def test_cluster_changes_only_with_https_workers_that_have_no_name(model, before, after, changed):
+    """A cluster that changes warms up anew in Envoy: not for each worker of a kind that is there."""
+
+    def snapshot_of(endpoints):
+        clusters = (ClusterView("default", "", tuple(endpoints)),)
+        return build_snapshot(dataclasses.replace(model, clusters=clusters))
+
+    assert changed_types(snapshot_of(before), snapshot_of(after)) == changed
+
+
+@pytest.mark.slow
+def test_worker_that_joins_at_run_time_changes_nothing_but_endpoints(model):
+    """From the registry to the bytes: one more, one that drains, one that goes."""
+
+    def told():
+        return build_snapshot(dataclasses.replace(model, clusters=registry.clusters))
+
+    registry = registry_of("http://10.0.0.1:8000", "http://10.0.0.2:8000")
+    before = told()
+    reset(registry, "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://10.0.0.3:8000")
+    joined = told()
+    registry.drain("http://10.0.0.1:8000", 10.0)
+    registry.commit(1.0)
+    draining = told()
+    reset(registry, "http://10.0.0.2:8000", "http://10.0.0.1:8000")
+    back = told()
+
+    assert changed_types(before, joined) == changed_types(joined, draining) == {ENDPOINT_TYPE}
+    assert changed_types(joined, back) == {ENDPOINT_TYPE}
 
 
 def test_resources_stand_under_their_names(model, snapshot):
@@ -124,55 +221,79 @@ def test_resources_stand_under_their_names(model, snapshot):
         ROUTE_TYPE: ["ingress"],
     }
     raw = snapshot.resources[ENDPOINT_TYPE].by_name["default"]
-    assert ClusterLoadAssignment.parse(raw) == build_endpoints(model.pools[0])
+    assert raw == build_endpoints(model.clusters[0])
 
 
 def test_version_follows_from_names_and_content():
     """Neither the order of building nor a boundary between two resources can hide a change."""
-    one, two = Listener(name="1"), Listener(name="2")
+    one, two = b"1", b"22"
     some = Resources.of({"a": one, "b": two})
 
     assert Resources.of({"b": two, "a": one}) == some
     others = [{"a": one}, {"a": two, "b": one}, {"a": one, "c": two}, {"ab": one, "": two}, {}]
-    assert len({some.version, *(Resources.of(other).version for other in others)}) == 6
+    others += [{"a": b"12", "b": b"2"}, {"a": b"122"}, {"a": one, "b": b"2", "c": b"2"}]
+    assert len({some.version, *(Resources.of(other).version for other in others)}) == 9
 
 
 @pytest.mark.parametrize(
-    ("clusters", "endpoints", "message"),
+    ("clusters", "endpoints"),
     [
-        ({"a": EDS}, [], r"EDS clusters \['a'\] but endpoints for \[\]"),
-        ({}, ["a"], r"EDS clusters \[\] but endpoints for \['a'\]"),
-        ({"a": STATIC}, ["a"], r"EDS clusters \[\] but endpoints for \['a'\]"),
-        ({"a": EDS, "b": EDS}, ["b", "c"], r"EDS clusters \['a', 'b'\] .* \['b', 'c'\]"),
+        (["a", "b"], ["a"]),
+        (["a"], ["a", "b"]),
+        (["a", "b"], ["a", "b", "c"]),
+        ([], []),
+        (["a", "b"], ["a", "c"]),
     ],
-    ids=["missing", "left over", "static", "other"],
+    ids=["no endpoints", "no cluster", "left over", "nothing", "other"],
 )
-def test_inconsistent_set_is_not_published(clusters, endpoints, message):
+def test_inconsistent_set_is_not_published(model, clusters, endpoints):
     """Envoy would wait for ever for endpoints that never come."""
-    built = {name: Cluster(name=name, type=kind) for name, kind in clusters.items()}
-    assignments = {name: ClusterLoadAssignment(cluster_name=name) for name in endpoints}
+    wanted = dataclasses.replace(model, clusters=clusters_of([("a", "", []), ("b", "", [])]))
 
-    with pytest.raises(ValueError, match=message):
-        check_consistent(built, assignments)
+    with pytest.raises(ValueError, match=r"clusters \['a', 'b'\] but endpoints for \["):
+        check_consistent(clusters, endpoints, wanted)
 
 
-def test_consistent_set_passes():
+def test_consistent_set_passes(model):
     """Static clusters need no endpoints of their own."""
-    clusters = {"a": Cluster(name="a", type=EDS), "b": Cluster(name="b", type=STATIC)}
+    wanted = dataclasses.replace(model, clusters=clusters_of([("a", "", [])]))
 
-    check_consistent(clusters, {"a": ClusterLoadAssignment(cluster_name="a")})
+    check_consistent(["a", "extproc_admin"], ["a"], wanted)
 
 
 @pytest.mark.parametrize(
     ("endpoints", "addresses"),
     [
         ((), []),
-        (("10.0.0.5:8000",), [Address("10.0.0.5", 8000)]),
-        (("[::1]:1", "10.0.0.5:2"), [Address("::1", 1), Address("10.0.0.5", 2)]),
-        (("10.0.0.5:2", "10.0.0.5:2"), [Address("10.0.0.5", 2)]),
+        (("10.0.0.5:8000",), [("10.0.0.5", 8000)]),
+        (("[::1]:1", "10.0.0.5:2"), [("10.0.0.5", 2), ("::1", 1)]),
+        (("10.0.0.5:2", "10.0.0.5:2"), [("10.0.0.5", 2)]),
     ],
     ids=str,
 )
 def test_each_endpoint_is_told_once(endpoints, addresses):
-    """In order; Envoy refuses a host that is named twice."""
-    assert endpoint_addresses(endpoints) == addresses
+    """In an order that does not depend on who joined first; Envoy refuses a host that is named twice."""
+    (cluster,) = at_endpoints(*endpoints).clusters
+
+    built = ClusterLoadAssignment.FromString(build_endpoints(cluster))
+
+    found = [
+        endpoint.endpoint.address.socket_address
+        for locality in built.endpoints
+        for endpoint in locality.lb_endpoints
+    ]
+    assert [(address.address, address.port_value) for address in found] == addresses
+
+
+def test_only_some_of_the_endpoints_can_be_told():
+    """Those that are known to be healthy, by cluster and address; none is a cluster without endpoints."""
+    cluster = ClusterView("a", "", (EndpointView("10.0.0.1:1"), EndpointView("10.0.0.2:1")))
+
+    def told(only):
+        return build_endpoints(cluster, only=only)
+
+    assert told({("a", "10.0.0.2:1"), ("b", "10.0.0.1:1")}) == build_endpoints(
+        ClusterView("a", "", (EndpointView("10.0.0.2:1"),))
+    )
+    assert told(set()) == build_endpoints(ClusterView("a", "", ()))
+    assert told(None) == build_endpoints(cluster)
