@@ -25,6 +25,8 @@ class Fleet:
         self.registry = registry
         self._clock = clock
         self._listeners: list[Callable[[Change], None]] = []
+        self.persist: Callable[[], None] = lambda: None
+        """Called before an administrator is told that something was done: it must outlive the service."""
         self._changed = asyncio.Event()
         self._commit_due = False
 
@@ -42,18 +44,21 @@ class Fleet:
         """Add a worker. ``WorkerExistsError`` when it is there already."""
         engine = self.registry.add(spec, self.now())
         self.commit()
+        self.persist()
         return engine
 
     def remove(self, key: str) -> bool:
         """Remove a worker at once; requests under way on it finish. False when it is not there."""
         found = self.registry.remove(key, self.now())
         self.commit()
+        self.persist()
         return found
 
     def drain(self, key: str, timeout_s: float) -> bool:
         """Pick a worker no more and remove it when it is idle, or after *timeout_s* seconds."""
         found = self.registry.drain(key, self.now() + timeout_s)
         self.commit()
+        self.persist()
         return found
 
     async def wait_healthy(self, engine: Engine, timeout_s: float) -> bool:

@@ -116,6 +116,7 @@ class Service:
             rng=random.Random(),
         )
         self.fleet.subscribe(self._on_change)
+        self.fleet.persist = self._save
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
@@ -236,10 +237,13 @@ class Service:
         # Together with what else changes in this moment.
         if not self._save_due:
             self._save_due = True
-            asyncio.get_running_loop().call_later(SAVE_S, self._save)
+            asyncio.get_running_loop().call_later(SAVE_S, self._save_later)
+
+    def _save_later(self) -> None:
+        self._save_due = False
+        self._save()
 
     def _save(self) -> None:
-        self._save_due = False
         try:
             self._last_known.save(self.registry.memory())
         except OSError as error:

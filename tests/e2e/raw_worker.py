@@ -25,6 +25,7 @@ from tests.e2e.harness import free_port
 WAIT_LIMIT_S = 90.0
 KEPT_BYTES = 65_536
 READ_BYTES = 262_144
+SETTLE_S = 0.01
 
 
 class Signal:
@@ -245,6 +246,11 @@ class RawWorker:
             self._servers.append(server)
 
     async def _close(self) -> None:
+        # Checks of health connect at any time. A server that closes while it accepts would forget the socket.
+        for server in self._servers:
+            for listener in server.sockets:
+                self._loop.remove_reader(listener.fileno())
+        await asyncio.sleep(SETTLE_S)
         for server in self._servers:
             server.close()
         self._servers.clear()
@@ -255,6 +261,7 @@ class RawWorker:
             task.cancel()
         if self._open:
             await asyncio.wait(self._open, timeout=5)
+        await asyncio.sleep(0)  # their sockets are closed
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -272,7 +279,9 @@ class RawWorker:
                 await _read_body(request, reader)
                 self._received.setdefault(path, []).append(request)
                 await self._handlers.get(path, _describe)(request, stream)
-        except (EOFError, OSError, TimeoutError, asyncio.CancelledError):
+        except asyncio.CancelledError:
+            writer.transport.abort()
+        except (EOFError, OSError, TimeoutError):
             pass
         except Exception as error:  # noqa: BLE001  reported by stop
             self.errors.append(error)

@@ -29,6 +29,7 @@ from tests.e2e.workers_support import (
     serve_models,
     server,
     stream_on,
+    until_ended,
     worker_path,
 )
 
@@ -332,7 +333,7 @@ async def test_stream_on_a_removed_worker_finishes(
     assert state == "gone"
     assert served == {str(base.ports[0]): 10}
     assert body == STREAM_BODY
-    await open_router.until_idle()
+    await until_ended(open_router)
 
 
 def test_removing_an_unknown_worker(api: AdminApi, base: RawWorker) -> None:
@@ -372,7 +373,7 @@ async def test_drained_worker_goes_when_its_stream_ends(
     assert (entry["state"], entry["load"]) == ("draining", 1)
     assert served == {str(base.ports[0]): 10}
     assert body == STREAM_BODY
-    await open_router.until_idle()
+    await until_ended(open_router)
 
 
 async def test_drain_ends_at_its_deadline(
@@ -398,7 +399,7 @@ async def test_drain_ends_at_its_deadline(
     assert took >= 0.7
     assert served == {str(base.ports[0]): 4}
     assert body == STREAM_BODY
-    await open_router.until_idle()
+    await until_ended(open_router)
 
 
 async def test_drained_worker_can_be_taken_back(

@@ -24,6 +24,7 @@ from tests.e2e.workers_support import (
     StartSim,
     envoy_endpoints,
     envoy_stats,
+    until_ended,
     worker_path,
 )
 
@@ -166,7 +167,7 @@ async def test_500_changes_of_workers_under_50_streams(
     assert streams.failures == []
     assert set(streams.served) == {sim.worker_name for sim in sims}
     assert min(operator.done.values()) >= OPERATIONS // 10, operator.done
-    await router.until_idle()
+    await until_ended(router)
     assert grown < GROWTH_BYTES, f"the service grew by {grown / 1e6:.1f} MB"
 
     metrics = router.metrics()

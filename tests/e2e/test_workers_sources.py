@@ -24,6 +24,7 @@ from tests.e2e.workers_support import (
     hold_streams,
     rest_of,
     stream_on,
+    until_ended,
 )
 
 pytestmark = pytest.mark.envoy
@@ -91,7 +92,7 @@ async def test_worker_file_is_followed(
     assert router.logged("worker file can be used again")
     assert without == {two: 4}
     assert body == STREAM_BODY
-    await router.until_idle()
+    await until_ended(router)
 
 
 async def test_worker_file_of_a_config_map(

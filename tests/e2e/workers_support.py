@@ -378,6 +378,12 @@ def elapsed(since: float) -> float:
     return time.monotonic() - since
 
 
+async def until_ended(router: Router, limit_s: float = 5.0) -> None:
+    """Wait until nothing is in flight, on workers that are gone neither."""
+    await until(lambda: router.metrics()("in_flight") == 0, limit_s, "in-flight back to 0")
+    assert router.in_flight() == 0
+
+
 def remembered(router: Router) -> list[dict[str, Any]]:
     """Return what the next run of the service would know of each worker."""
     (path,) = router.temporary.glob("vllm-extproc-*/extproc.sock.workers")

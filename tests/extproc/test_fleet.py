@@ -364,3 +364,16 @@ async def test_name_that_cannot_be_resolved_is_logged(fleet):
         },
         {"log_level": "info", "event": "worker name can be resolved again", "host": "w1"},
     ]
+
+
+async def test_what_an_administrator_did_is_saved_before_it_is_answered(fleet):
+    """The service may be killed right after the answer."""
+    saved = []
+    fleet.persist = lambda: saved.append(fleet.registry.memory())
+
+    fleet.add(spec(A))
+    assert [known.spec.key for known in saved[-1].engines] == [A]
+    fleet.drain(A, 60.0)
+    assert saved[-1].engines[0].drain_deadline == fleet.now() + 60.0
+    fleet.remove(A)
+    assert (len(saved), saved[-1].engines) == (3, ())
