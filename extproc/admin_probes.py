@@ -9,6 +9,7 @@ from aiohttp import web
 from msgspec import Meta
 
 from extproc.admin_endpoint import TEXT, Admin, Endpoint, Parameter, Reply, json_answer
+from extproc.discovery.updates import WorkerType
 from extproc.engine import State
 from extproc.errors import Refusal, error_body, refusal_message, refusal_status
 from extproc.model_list import list_models
@@ -112,7 +113,11 @@ async def _finish_session(admin: Admin, request: web.Request) -> web.Response:
 
 def _served(admin: Admin) -> list[dict[str, Any]] | None:
     """Return the models of healthy workers; None when there is no such worker."""
-    healthy = [e for e in admin.fleet.registry.engines if e.state is State.HEALTHY]
+    healthy = [
+        engine
+        for engine in admin.fleet.registry.engines
+        if engine.state is State.HEALTHY and engine.spec.worker_type is WorkerType.REGULAR
+    ]
     return list_models(healthy, admin.config.aliases()) if healthy else None
 
 

@@ -58,13 +58,16 @@ class NewWorker(msgspec.Struct, kw_only=True):
         ),
     ] = 1.0
     model: Annotated[
-        str | UnsetType, Meta(description="The model it serves, whatever it says itself.")
+        str | UnsetType, Meta(description="A model it serves, beside those that it says it does.")
     ] = UNSET
     model_id: Annotated[str | UnsetType, Meta(description="Another name for `model`.")] = UNSET
     labels: Annotated[
         dict[str, str], Meta(description=f"Free text for operators, at most {MAX_LABELS}.")
     ] = {}
-    worker_type: Annotated[WorkerType, Meta(description="Its role.")] = WorkerType.REGULAR
+    worker_type: Annotated[
+        WorkerType,
+        Meta(description="Its role; prefill and decode workers take no whole requests."),
+    ] = WorkerType.REGULAR
     bootstrap_port: Annotated[
         int | UnsetType, Meta(description="Of a prefill worker: the port of its KV connector.")
     ] = UNSET

@@ -211,6 +211,8 @@ class Engine:
             if verdict.ejected:
                 return State.EJECTED, verdict.reason
             state = waiting if verdict.passing is None else State.UNHEALTHY
+            if "certificate" in self.models_unread:  # which to Envoy is a connection that failed
+                return state, self.models_unread
             return state, verdict.reason or "its first health check is under way"
         if not self.introduced:
             return State.STARTING, "it is being asked for its models"

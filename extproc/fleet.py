@@ -68,6 +68,8 @@ class Fleet:
                 while self.registry.get(engine.key) is engine:
                     if engine.state is State.HEALTHY:
                         return True
+                    if engine.twin or engine.is_router:
+                        return False  # waiting would not help
                     await self._changed.wait()
         except TimeoutError:
             pass

@@ -24,6 +24,7 @@ from extproc.discovery import dns, file, static
 from extproc.discovery.last_known import LastKnown
 from extproc.discovery.names import Names
 from extproc.discovery.updates import Update
+from extproc.engine import Memory
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_settings import envoy_model, registry_settings
 from extproc.errors import ConfigError
@@ -52,6 +53,7 @@ SOURCE_LIMIT_S = 2.0
 """How long a service that remembers nothing waits for its sources, before it tells Envoy that there are no
 workers."""
 
+NO_ADMIN = "127.0.0.1:0"
 SAVE_S = 0.05
 FORGET_S = 600.0
 """How long the metrics of a worker outlive it: scrapes in between must see its last figures."""
@@ -95,9 +97,6 @@ class Service:
         self._save_due = False
         sources = self._sources()
         self._static, self._others = sources.pop(STATIC_SOURCE), sources
-        memory, now = self._last_known.load(), self.fleet.now()
-        self.registry.restore(memory, now, sources=(STATIC_SOURCE, *sources))
-        self.registry.commit(now)
         self._ads = AdsService(build_snapshot(self._model()), self.metrics, self._first_endpoints)
         self.registry.accepts = self._ads.accepts
         self._ads.on_accepted = self.fleet.commit_soon
@@ -135,8 +134,8 @@ class Service:
                 tasks.create_task(self._poll.run()),
                 tasks.create_task(self._keep_time()),
             ]
-            # Envoy may still be serving for a service that died, which is why what that one knew was
-            # restored first: Envoy is told of no fewer workers.
+            # Envoy may still be serving for a service that died: it must be told of no fewer workers.
+            await self._restore()
             async for update in self._static:
                 self.fleet.on_update(STATIC_SOURCE, update)
             self._names.want(self.registry.hosts())
@@ -201,6 +200,24 @@ class Service:
                 interval_s=config.worker_dns_interval_secs,
             )
         return sources
+
+    async def _restore(self) -> None:
+        """Begin with what an earlier run of the service knew, if Envoy has outlived it."""
+        config, memory = self._config, self._last_known.load()
+        if memory.engines and not Address.parse(config.grpc_address).path:
+            # A directory for events may be older than this router, unlike the place of its socket.
+            admin = EnvoyAdmin(Address.parse(config.envoy_admin_address or NO_ADMIN))
+            if await admin.clusters() is None:
+                memory = Memory()
+        if memory.engines:
+            log.info(
+                "workers remembered",
+                workers=[known.spec.key for known in memory.engines],
+                removed_by_administrators=list(memory.removed),
+            )
+        sources = (STATIC_SOURCE, *self._others)
+        self.registry.restore(memory, self.fleet.now(), sources=sources)
+        self.fleet.commit()
 
     async def _follow(self, name: str, source: AsyncIterator[Update], heard: asyncio.Event) -> None:
         async for update in source:

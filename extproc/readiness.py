@@ -47,10 +47,16 @@ class Readiness:
         if self.stopping:
             return ReadinessState(False, workers, "shutting down")
         if not available:
-            return ReadinessState(False, workers, "no healthy workers available")
+            return ReadinessState(False, workers, self._none_available())
         if not self._serving():
             return ReadinessState(False, workers, "envoy has not accepted a configuration yet")
         return ReadinessState(True, workers, available=available)
+
+    def _none_available(self) -> str:
+        roles = {engine.spec.worker_type for engine in self._registry.engines}
+        if roles and WorkerType.REGULAR not in roles:
+            return "no healthy workers available: prefill and decode workers take no whole requests"
+        return "no healthy workers available"
 
     def _count(self) -> tuple[int, int]:
         """Return how many workers there are, and how many of them may be picked."""

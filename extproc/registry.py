@@ -439,10 +439,11 @@ class Registry:
             if known is None:
                 engines[key] = self._new_engine(spec, source, now)
                 self._members_changed = True
-            elif known.spec != spec:
-                self._members_changed = True
-                known.spec = spec
+            else:
                 known.source = source
+                if known.spec != spec:
+                    self._members_changed = True
+                    known.spec = spec
 
     def _new_engine(self, spec: WorkerSpec, source: str, now: float) -> Engine:
         host = spec.url.host

@@ -43,6 +43,14 @@ def make(url="http://10.0.0.1:8000", **fields):
         ({"draining": True}, PASSING, 101, State.DRAINING, "it is being removed"),
         ({"draining": True}, FAILING, 160, State.DRAINING, "it is being removed"),
         ({"draining": True, "address": ""}, None, 101, State.DRAINING, "it is being removed"),
+        (
+            {"models_unread": "its certificate is refused: expired"},
+            Verdict(failure="it cannot be reached"),
+            101,
+            State.STARTING,
+            "its certificate is refused: expired",
+        ),
+        ({"models_unread": "connection refused"}, Verdict(failure="no"), 101, State.STARTING, "no"),
         ({"is_router": True}, None, 101, State.UNHEALTHY, "it is this router itself"),
         (
             {"twin": "http://a:1"},

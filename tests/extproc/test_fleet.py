@@ -377,3 +377,14 @@ async def test_what_an_administrator_did_is_saved_before_it_is_answered(fleet):
     assert saved[-1].engines[0].drain_deadline == fleet.now() + 60.0
     fleet.remove(A)
     assert (len(saved), saved[-1].engines) == (3, ())
+
+
+async def test_worker_that_another_stands_for_is_not_waited_for(fleet):
+    """It becomes healthy only when the other goes; whoever added it should know now."""
+    fleet.add(spec(A))
+    engine = fleet.add(spec(NAMED))
+    fleet.on_address("w1", "10.0.0.1")
+
+    async with asyncio.timeout(1):
+        assert not await fleet.wait_healthy(engine, 600.0)
+    assert engine.reason == f"it is at the same address as {A}"

@@ -6,6 +6,8 @@ import dataclasses
 
 import pytest
 
+from extproc.address import WorkerUrl
+from extproc.discovery.updates import WorkerSpec, WorkerType
 from extproc.readiness import ReadinessState
 from tests.extproc.admin_api import AT_ONCE, BY_ENVOY, A, B, unserved
 
@@ -77,3 +79,15 @@ def test_ranks_are_counted_as_workers():
 def test_body_has_the_keys_of_vllm_router(state, body):
     """Probes that parse it go on to work."""
     assert state.body() == body
+
+
+def test_workers_of_other_roles_make_it_no_readier():
+    """They take no whole requests, which the reason says."""
+    api = unserved()
+    for url, role in ((A, WorkerType.PREFILL), (B, WorkerType.DECODE)):
+        api.fleet.add(WorkerSpec(WorkerUrl.parse(url), worker_type=role))
+
+    state = api.readiness.state()
+
+    assert (state.ready, state.workers, state.available) == (False, 2, 0)
+    assert state.reason.endswith("prefill and decode workers take no whole requests")

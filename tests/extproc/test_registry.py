@@ -2191,3 +2191,17 @@ def test_equal_histories_give_equal_views():
     ]
 
     assert json.loads(found[0]) == json.loads(found[1])
+
+
+def test_source_is_the_one_whose_description_counts():
+    """When the first to name a worker forgets it, the next stands there."""
+    world = World()
+    for source in ("file", "dns x"):
+        world.registry.apply(source, Reset(specs(A)), NOW)
+    world.commit()
+    assert world[A].source == "file"
+
+    world.registry.apply("file", Reset(()), NOW)
+    world.commit()
+
+    assert world[A].source == "dns x"
