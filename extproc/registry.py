@@ -369,7 +369,7 @@ class Registry:
                     continue
                 # It may have been started anew with other models, or it was asked before it could answer.
                 returns = engine.state in (State.UNHEALTHY, State.EJECTED)
-                if returns or (engine.state is State.STARTING and engine.models is None):
+                if returns or (engine.state is State.STARTING and engine.models_unread):
                     engine.introduced = False
 
     def suspend(self, endpoint: str, *, suspended: bool) -> bool:

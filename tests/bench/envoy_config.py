@@ -40,7 +40,7 @@ def build_alone(config: Config, endpoints: Sequence[str], admin: Path) -> dict[s
     What is left is the same listener, route and pool, balanced by Envoy's least request.
     """
     workers = tuple(map(EndpointView, endpoints))
-    model = envoy_model(config, (ClusterView(DEFAULT_POOL, "", workers),), DEFAULT_POOL)
+    model = envoy_model(config, (ClusterView(DEFAULT_POOL, "", workers, is_default=True),))
     static = build_standalone(model, Address(path="/none"), Address(path=str(admin)))
     (listener,) = static["static_resources"]["listeners"]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]

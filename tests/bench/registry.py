@@ -88,7 +88,7 @@ class Subject:
         """Commit, and build what Envoy is told."""
         change = self.registry.commit(0)
         if change.clusters:
-            build_snapshot(envoy_model(self.config, self.registry.clusters, "default"))
+            build_snapshot(envoy_model(self.config, self.registry.clusters))
 
     def add(self) -> None:
         n = next(self._fresh)

@@ -740,6 +740,7 @@ def test_without_asking_a_worker_is_healthy_when_it_passes():
 def test_worker_that_was_asked_before_it_could_answer_is_asked_again_when_it_passes():
     """A server that is loading its model says nothing of it; one that has said needs no second question."""
     world = World(A, B)
+    world[A].models_unread = "connection refused"
     world.learn(A)
     world.learn(B, "x")
 
@@ -2205,3 +2206,18 @@ def test_source_is_the_one_whose_description_counts():
     world.commit()
 
     assert world[A].source == "dns x"
+
+
+def test_worker_that_an_earlier_run_had_asked_is_picked_at_once_after_a_restart():
+    """Whatever it answered then: the service was away, and its workers were not."""
+    before = World(A)
+    before.passes(A)
+    before.registry.on_models(before[A], None)
+    before.commit()
+    after = World()
+    after.registry.restore(before.registry.memory(), NOW, sources=["static"])
+    after.commit()
+
+    after.passes(A)
+
+    assert (after.states(), after.candidates()) == ({A: "healthy"}, [A])
