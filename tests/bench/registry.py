@@ -215,7 +215,7 @@ class Stack:
     async def start(self) -> float:
         """Start the router; return the seconds until all workers may be picked."""
         command = [sys.executable, "-P", "-m", "extproc", "launch", "--prometheus-port", "0"]
-        command += ["--port", str(self.port), "--policy", "round_robin"]
+        command += ["--port", str(self.port), "--policy", "round_robin", "--log-level", "error"]
         command += ["--worker-file", str(self._directory / "workers.json")]
         started = time.perf_counter()
         self.children["router"] = await Child.start("router", command, quiet=True)
