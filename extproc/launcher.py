@@ -12,6 +12,7 @@ within the grace time, then both end. A second signal ends it at once.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import shutil
 import sys
 import tempfile
@@ -293,6 +294,12 @@ class Launcher:
         check_free(bind_ip(config.host), config.port, "--host and --port")
         if config.prometheus_port:
             host = bind_ip(config.prometheus_host)
+            hosts = {ipaddress.ip_address(host), ipaddress.ip_address(bind_ip(config.host))}
+            overlap = len(hosts) == 1 or any(ip.is_unspecified for ip in hosts)
+            if config.prometheus_port == config.port and overlap:
+                raise ConfigError(
+                    "--port and --prometheus-port are the same; choose another for one"
+                )
             check_free(host, config.prometheus_port, "--prometheus-host and --prometheus-port")
 
 

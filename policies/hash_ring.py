@@ -45,10 +45,6 @@ class HashRing:
     def __len__(self) -> int:
         return len(self._points)
 
-    def members(self) -> Sequence[Worker]:
-        """Return the workers on the ring."""
-        return list(self._owners.values())
-
     def set_members(self, workers: Sequence[Worker]) -> None:
         """Make *workers* the members; those that stay keep their positions."""
         wanted = {worker.order: worker for worker in workers}

@@ -87,14 +87,20 @@ class EnvoyEvents:
         logs: list[Path],
         on_changed: Callable[[list[Key]], None],
     ) -> None:
-        """Follow the event *logs* and *admin*; *on_changed* is told whose verdicts changed."""
+        """Follow the event *logs* and *admin*; *on_changed* is told whose verdicts changed.
+
+        After ``catch_up`` it is told of nobody: what Envoy thought before is no news, and no worker has
+        come back.
+        """
         self._verdicts = verdicts
         self._admin = admin
         self._logs = [EventLog(path) for path in logs]
         self._on_changed = on_changed
+        self._catching_up = False
 
     async def catch_up(self) -> None:
         """Learn what an Envoy that is running already thinks; return at once when there is none."""
+        self._catching_up = True
         while self.read_logs():  # to the end: what Envoy says next is newer than all of it
             pass
         try:
@@ -102,6 +108,8 @@ class EnvoyEvents:
                 await self.reconcile(starting=True)
         except TimeoutError:
             log.warning("envoy does not say what it thinks of the workers")
+        self._catching_up = False
+        self._on_changed([])
 
     async def run(self) -> None:
         """Follow for ever. The logs are read while Envoy is being asked, too."""
@@ -130,8 +138,7 @@ class EnvoyEvents:
                     continue
                 if key is not None:
                     changed.append(key)
-        if changed:
-            self._on_changed(changed)
+        self._tell(changed)
         return gained
 
     async def reconcile(self, *, starting: bool = False) -> None:
@@ -146,5 +153,8 @@ class EnvoyEvents:
         except ValueError as error:
             log.warning("envoy's list of clusters cannot be read", reason=cap(str(error)))
             return
-        if changed:
+        self._tell(changed)
+
+    def _tell(self, changed: list[Key]) -> None:
+        if changed and not self._catching_up:
             self._on_changed(changed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from structlog.testing import capture_logs
 
 from extproc import launcher
 from extproc.config import Config
+from extproc.errors import ConfigError
 from extproc.launcher import MAX_READINESS_POLL_S, Launcher
 
 CHILDREN = {"service": types.SimpleNamespace(pid=7), "envoy": types.SimpleNamespace(pid=8)}
@@ -123,3 +125,17 @@ async def test_workers_of_a_name_are_waited_for(service):
 
     assert entries == [ready(2)]
     assert took >= 2
+
+
+@pytest.mark.parametrize(
+    ("host", "prometheus_host"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "0.0.0.0")],
+)
+async def test_port_for_clients_and_for_metrics_are_not_the_same(host, prometheus_host):
+    """It is said at once: each alone is free."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    config = Config(host=host, port=port, prometheus_host=prometheus_host, prometheus_port=port)
+
+    with pytest.raises(ConfigError, match="--port and --prometheus-port are the same"):
+        await Launcher(config).run(asyncio.Event())

@@ -353,6 +353,19 @@ async def test_service_that_starts_beside_an_envoy_learns_what_it_thinks(
     assert verdicts.get(*HERE).passing is False
 
 
+async def test_what_envoy_thought_before_is_no_news(events, envoy, changed, path):
+    """A worker that was healthy all along has not come back: it is not asked again for its models."""
+    append(path, HEALTHY)
+    envoy.answer = clusters()
+
+    await events.catch_up()
+    assert changed == [[]]
+
+    append(path, EJECT)
+    events.read_logs()
+    assert changed == [[], [HERE]]
+
+
 @pytest.mark.looptime
 async def test_envoy_that_does_not_answer_does_not_hold_up_the_start(events, envoy, verdicts):
     """It is said, and the service starts."""

@@ -147,7 +147,6 @@ def test_nobody_on_an_empty_ring():
     ring.set_members(())
     assert list(ring.walk(5)) == []
     assert len(ring) == 0
-    assert list(ring.members()) == []
 
 
 def test_worker_that_comes_back_gets_its_old_places():
@@ -161,7 +160,7 @@ def test_worker_that_comes_back_gets_its_old_places():
     ring.set_members((workers[0], workers[1], workers[3], again))
 
     assert owners(ring, KEYS[:2000]) == before
-    assert list(ring.members())[-1] is again
+    assert any(worker is again for worker in ring.walk(0))
 
 
 @pytest.mark.parametrize(("weight", "share"), [(3.0, 0.6), (0.5, 0.2), (1.0, 1 / 3)])
