@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help sync run demo test fast cover lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run demo test fast cover chaos fuzz lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,6 +37,12 @@ fast: $(STAMP) ## Tests that start no Envoy
 
 cover: $(STAMP) ## Branch coverage of the pure parts
 	@$(BIN)/python -m pytest -m "not envoy" --cov --cov-report=term-missing:skip-covered $(ARGS)
+
+chaos: $(STAMP) ## Break workers under load for a minute (CHAOS_SECONDS, CHAOS_SEED, CHAOS_POLICY)
+	@CHAOS_SECONDS=$${CHAOS_SECONDS:-60} $(BIN)/python -m pytest tests/e2e/test_chaos.py -q -s $(ARGS)
+
+fuzz: $(STAMP) ## 100,000 spoilt bodies and ext_proc streams (FUZZ_CASES, FUZZ_SEED, FUZZ_ONLY)
+	@FUZZ_CASES=$${FUZZ_CASES:-100000} $(BIN)/python -m pytest tests/extproc/test_fuzz.py -q -s $(ARGS)
 
 fmt: $(STAMP) ## Format the code
 	@$(BIN)/ruff format . && $(BIN)/ruff check --fix --select I .

@@ -1,19 +1,20 @@
-"""The access log shell: Envoy reports finished requests in batches; they become metrics."""
+"""The access log shell: Envoy reports attempts that failed, at once, and finished requests, in batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
 
 from extproc.address import join_host_port
-from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
+from extproc.attempt import Attempt, Outcome
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
-from extproc.xds.model import ADMIN_CLUSTER
+from extproc.xds.model import ADMIN_CLUSTER, ATTEMPTS_LOG
 from protos.access_log_pb2 import (
     AccessLogCommon,
     HTTPAccessLogEntry,
@@ -23,24 +24,37 @@ from protos.access_log_pb2 import (
 
 STREAM_ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 
+SERVER_ERROR = 500
+REFUSALS = (408, 429)
+SWITCHING_PROTOCOLS = 101
+
 log = structlog.get_logger(__name__)
+
+
+class Listener(Protocol):
+    """Whoever must know what became of requests."""
+
+    def on_failed(self, attempt: Attempt) -> None:
+        """Learn that *attempt* failed; its request may still be tried elsewhere."""
+        ...
+
+    def on_ended(self, last: Attempt | None, *, retries: int, failed: bool) -> None:
+        """Learn that a request is over.
+
+        *last*: its last attempt, which failed only if ``on_failed`` has told; None: no worker was asked.
+        *retries*: attempts after the first one. *failed*: whether the last one is among those that failed.
+        """
+        ...
 
 
 class AccessLogService:
     """Serves ``AccessLogService.StreamAccessLogs``."""
 
     def __init__(
-        self,
-        metrics: Metrics,
-        worker_url: Callable[[str], str],
-        on_failed: Callable[[str], None],
+        self, metrics: Metrics, worker_url: Callable[[str], str], listener: Listener
     ) -> None:
-        """Make the service.
-
-        *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown. *on_failed* is
-        called with each endpoint that Envoy tried in vain.
-        """
-        self._on_failed = on_failed
+        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+        self._listener = listener
         self._metrics = metrics
         self._worker_url = worker_url
 
@@ -50,60 +64,106 @@ class AccessLogService:
 
     def open(self, call: Call) -> _AccessLogStream:
         """Return the handler of one Envoy's stream."""
-        return _AccessLogStream(call, self.record)
+        return _AccessLogStream(call, self)
+
+    def record_attempt(self, entry: HTTPAccessLogEntry) -> None:
+        """Pass on an attempt that failed."""
+        common = entry.common_properties
+        endpoint = endpoint_of(common)
+        outcome = outcome_of(entry)
+        if common.upstream_cluster == ADMIN_CLUSTER or not endpoint or not _has_failed(outcome):
+            return
+        started = _start(common)
+        status = entry.response.response_code.value
+        self._listener.on_failed(Attempt(endpoint, outcome, status, started))
 
     def record(self, entry: HTTPAccessLogEntry) -> None:
-        """Count one finished request."""
+        """Count one finished request and pass on how it ended."""
         common = entry.common_properties
         if common.upstream_cluster == ADMIN_CLUSTER:
             return
         metrics = self._metrics
-        address = common.upstream_remote_address.socket_address
-        worker = (
-            self._worker_url(join_host_port(address.address, address.port_value))
-            if address.address
-            else ""
-        )
-        metrics.count_request(worker, str(entry.response.response_code.value))
+        endpoint = endpoint_of(common)
+        status = entry.response.response_code.value
+        metrics.count_request(self._worker_url(endpoint) if endpoint else "", str(status))
+        retries = max(0, common.upstream_request_attempt_count - 1)
+        if retries:
+            metrics.retries.inc(retries)
         flags = common.response_flags
-        failed = flags.upstream_connection_failure or flags.upstream_remote_reset
-        if common.upstream_request_attempt_count > 1 or failed:
-            metrics.retries.inc(max(0, common.upstream_request_attempt_count - 1))
-            for endpoint in failed_endpoints(common, failed=failed):
-                self._on_failed(endpoint)
         if flags.downstream_connection_termination or flags.downstream_remote_reset:
             metrics.client_aborts.inc()
+        total_s = first_s = 0.0
         if common.HasField("time_to_last_downstream_tx_byte"):
-            metrics.request_seconds.observe(_seconds(common.time_to_last_downstream_tx_byte))
+            total_s = _seconds(common.time_to_last_downstream_tx_byte)
+            metrics.request_seconds.observe(total_s)
         if common.HasField("time_to_first_upstream_rx_byte"):
             metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
+        last, failed = None, False
+        if endpoint:
+            outcome = outcome_of(entry)
+            # Envoy's own limit for a whole stream does not show in the log of attempts.
+            failed = _has_failed(outcome) and not flags.stream_idle_timeout
+            if outcome is not Outcome.SUCCEEDED:
+                outcome = Outcome.UNKNOWN
+            started = _start(common)
+            if common.HasField("time_to_first_upstream_tx_byte"):
+                first_s = _seconds(common.time_to_first_upstream_tx_byte)
+            last = Attempt(endpoint, outcome, status, started + first_s, started + total_s)
+        self._listener.on_ended(last, retries=retries, failed=failed)
 
 
-def failed_endpoints(common: AccessLogCommon, *, failed: bool) -> list[str]:
-    """Return the endpoints of the pick that were tried in vain; *failed*: the last one too."""
-    metadata = common.metadata.filter_metadata.get(METADATA_NAMESPACE)
-    if metadata is None or ENDPOINT_KEY not in metadata.fields:
-        return []
-    attempts = max(1, common.upstream_request_attempt_count)
-    tried = metadata.fields[ENDPOINT_KEY].string_value.split(",")[:attempts]
-    return tried if failed or attempts > len(tried) else tried[:-1]
+def outcome_of(entry: HTTPAccessLogEntry) -> Outcome:
+    """Return how an attempt ended, or the last one of a request."""
+    status = entry.response.response_code.value
+    flags = entry.common_properties.response_flags
+    if status == SWITCHING_PROTOCOLS:  # a WebSocket ends with its connection, whoever closes it
+        return Outcome.SUCCEEDED
+    if flags.upstream_connection_failure:
+        return Outcome.UNREACHABLE
+    if (
+        flags.upstream_connection_termination
+        or flags.upstream_remote_reset
+        or flags.upstream_protocol_error
+        or flags.upstream_request_timeout
+        or flags.local_reset
+        or flags.stream_idle_timeout
+    ):
+        return Outcome.LOST
+    if status >= SERVER_ERROR or status in REFUSALS:
+        return Outcome.FAILED if status >= SERVER_ERROR else Outcome.REFUSED
+    if not status or flags.downstream_connection_termination or flags.downstream_remote_reset:
+        return Outcome.UNKNOWN
+    return Outcome.SUCCEEDED
+
+
+def endpoint_of(common: AccessLogCommon) -> str:
+    """Return the endpoint that was asked, "" when none was."""
+    address = common.upstream_remote_address.socket_address
+    return join_host_port(address.address, address.port_value) if address.address else ""
+
+
+def _has_failed(outcome: Outcome) -> bool:
+    return outcome not in (Outcome.SUCCEEDED, Outcome.UNKNOWN)
 
 
 class _AccessLogStream:
-    __slots__ = ("_call", "_record")
+    __slots__ = ("_call", "_record", "_service")
 
-    def __init__(self, call: Call, record: Callable[[HTTPAccessLogEntry], None]) -> None:
+    def __init__(self, call: Call, service: AccessLogService) -> None:
         self._call = call
-        self._record = record
+        self._service = service
+        self._record = service.record
 
     def on_message(self, message: bytes) -> None:
         try:
-            entries = StreamAccessLogsMessage.FromString(message).http_logs.log_entry
+            decoded = StreamAccessLogsMessage.FromString(message)
         except DecodeError as error:
             log.warning("access log message refused", reason=cap(str(error)))
             self._call.finish(Status.INVALID_ARGUMENT, "not an access log message")
             return
-        for entry in entries:
+        if decoded.identifier.log_name == ATTEMPTS_LOG:  # only the first message has a name
+            self._record = self._service.record_attempt
+        for entry in decoded.http_logs.log_entry:
             self._record(entry)
 
     def on_end(self) -> None:
@@ -112,6 +172,10 @@ class _AccessLogStream:
 
     def on_close(self) -> None:
         """Nothing is kept per stream."""
+
+
+def _start(common: AccessLogCommon) -> float:
+    return common.start_time.seconds + common.start_time.nanos / 1e9
 
 
 def _seconds(duration: Duration) -> float:

@@ -13,11 +13,14 @@ from extproc import admin_info, admin_probes, admin_workers
 from extproc.address import Address
 from extproc.admin_endpoint import Admin, ApiError, Endpoint, error_answer
 from extproc.admin_guard import judge
+from extproc.authorize import PATH as AUTHORIZE_PATH
+from extproc.authorize import add_authorize
 from extproc.config import Config
 from extproc.fleet import Fleet
 from extproc.generation_check import GenerationCheck
 from extproc.log import cap
 from extproc.readiness import Readiness
+from extproc.token_validation import TokenValidator
 from extproc.worker_client import WorkerClient
 from policies.base import Policy
 
@@ -43,16 +46,20 @@ def build_admin_app(
     readiness: Readiness,
     fleet: Fleet,
     client: WorkerClient,
-    config: Config,
+    config: Callable[[], Config],
     policies: Callable[[], Iterable[Policy]],
+    validator: TokenValidator | None = None,
 ) -> web.Application:
-    """Return the probes and the admin API; *policies* returns those in force."""
+    """Return the probes and the admin API; *config* and *policies* return those in force.
+
+    With *validator* Envoy's questions about tokens are answered, too.
+    """
     app = web.Application(middlewares=[_errors, _guard], client_max_size=MAX_BODY_BYTES)
     admin = app[ADMIN] = Admin(
         readiness=readiness,
         fleet=fleet,
         client=client,
-        config=config,
+        running=config,
         policies=policies,
         generation=GenerationCheck(fleet.registry, client),
     )
@@ -65,6 +72,8 @@ def build_admin_app(
             app.router.add_get(path, handler)
         else:
             app.router.add_route(endpoint.method, path, handler)
+    if validator is not None:
+        add_authorize(app, validator)
     app.on_response_prepare.append(_without_server)
     return app
 
@@ -148,7 +157,8 @@ _OPEN_PREFIXES = tuple(path.partition("{")[0] for path in _OPEN if "{" in path)
 
 
 def _is_open(request: web.Request) -> bool:
-    return request.path in _OPEN or request.path.startswith(_OPEN_PREFIXES)
+    path = request.path
+    return path in _OPEN or path == AUTHORIZE_PATH or path.startswith(_OPEN_PREFIXES)
 
 
 async def _metrics(request: web.Request) -> web.Response:

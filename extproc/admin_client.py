@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import os
+import ssl
 from collections.abc import Mapping
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -64,10 +65,59 @@ class Listing:
     """The JSON of the answer."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTls:
+    """How an https router is trusted, and what it is shown. Files in PEM."""
+
+    ca_file: str = ""
+    """Certificates that vouch for the router; empty: those of the system."""
+
+    insecure: bool = False
+    client_cert: str = ""
+    client_key: str = ""
+    """Empty: it stands in the file of ``client_cert``."""
+
+    def context(self) -> ssl.SSLContext:
+        """Return what a connection needs; ``RouterError`` names the file that cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+        except OSError as error:
+            raise RouterError(f"--router-ca-file: {_why_not(error, self.ca_file)}") from error
+        if self.insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if self.client_key and not self.client_cert:
+            raise RouterError("--router-client-key: --router-client-cert must be given too")
+        if self.client_cert:
+            key = self.client_key or None
+            try:
+                context.load_cert_chain(self.client_cert, key, password=_no_password)
+            except (OSError, ValueError) as error:
+                files = " and ".join(filter(None, (self.client_cert, self.client_key)))
+                raise RouterError(f"--router-client-cert: {_why_not(error, files)}") from error
+        return context
+
+
+def _no_password() -> str:
+    raise ValueError("the key is encrypted; give one that is not")
+
+
+def _why_not(error: Exception, file: str) -> str:
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or "not PEM").lower().replace("_", " ")
+    elif isinstance(error, OSError):
+        reason = error.strerror or str(error)
+    else:
+        reason = str(error)
+    return plain(f"cannot use {file}: {reason}")
+
+
 class AdminClient:
     """Asks one router. Use as an async context manager."""
 
-    def __init__(self, router_url: str, admin_api_key: str = "") -> None:
+    def __init__(
+        self, router_url: str, admin_api_key: str = "", tls: RouterTls | None = None
+    ) -> None:
         """Make a client; ``RouterError`` when *router_url* is none."""
         self.url = router_url.rstrip("/")
         parts = _split(self.url)
@@ -78,10 +128,14 @@ class AdminClient:
         if not (admin_api_key.isascii() and admin_api_key.isprintable()):
             raise RouterError("--admin-api-key: expected visible ASCII characters")
         self._headers = {"Authorization": f"Bearer {admin_api_key}"} if admin_api_key else {}
+        tls = tls or RouterTls()
+        self._tls = tls.context() if parts.scheme == "https" else None
+        self._shows_no_certificate = self._tls is not None and not tls.client_cert
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        self._session = aiohttp.ClientSession(headers=self._headers)
+        connector = aiohttp.TCPConnector(ssl=self._tls) if self._tls is not None else None
+        self._session = aiohttp.ClientSession(headers=self._headers, connector=connector)
         return self
 
     async def __aexit__(
@@ -143,11 +197,18 @@ class AdminClient:
             ) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RouterUnreachableError(
-                f"the router at {self.url} cannot be reached: {_why(error)}"
+                f"the router at {self.url} cannot be reached: {self._why(error)}"
             ) from error
         if 200 <= status < 300:
             return bytes(body), _parse_date(date)
         raise self._error(status, bytes(body))
+
+    def _why(self, error: Exception) -> str:
+        why = _why(error)
+        if self._shows_no_certificate and not isinstance(error, aiohttp.ClientConnectorError):
+            # TLS 1.3 lets a client in before it is refused; often the connection just breaks then.
+            return f"{why}; if it wants a certificate of its clients, give one with --router-client-cert"
+        return why
 
     def _error(self, status: int, body: bytes) -> RouterError:
         try:
@@ -176,12 +237,31 @@ def plain(text: str) -> str:
 
 def _why(error: Exception) -> str:
     """Return the cause in few words: aiohttp's own texts repeat the address."""
+    for cause in (getattr(error, "os_error", None), error, error.__cause__):
+        if isinstance(cause, ssl.SSLError | ssl.CertificateError):
+            return _why_no_tls(cause)
     if isinstance(error, aiohttp.ClientConnectorError):
         cause = error.os_error
         if cause.errno is not None and cause.errno > 0:
             return os.strerror(cause.errno)
         return plain(cause.strerror or str(cause))  # a name that cannot be resolved
     return plain(str(error)) or type(error).__name__
+
+
+def _why_no_tls(error: ssl.SSLError | ssl.CertificateError) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return plain(
+            f"its certificate is refused ({error.verify_message}); --router-ca-file names who vouches for it"
+        )
+    reason = (getattr(error, "reason", None) or str(error)).lower().replace("_", " ")
+    if "alert" in reason and ("certificate" in reason or "handshake failure" in reason):
+        return (
+            "it refuses us as a client; if it wants a certificate of its clients, give one with"
+            " --router-client-cert"
+        )
+    if reason in ("wrong version number", "record layer failure"):
+        return "it does not speak TLS; is its URL http://?"
+    return plain(reason)
 
 
 def _split(url: str) -> Any:

@@ -36,11 +36,18 @@ class Admin:
     readiness: Readiness
     fleet: Fleet
     client: WorkerClient
-    config: Config
+    running: Callable[[], Config]
+    """Returns the configuration in force."""
+
     policies: Callable[[], Iterable[Policy]]
     """Returns the policies in force, one per pool."""
 
     generation: GenerationCheck
+
+    @property
+    def config(self) -> Config:
+        """The configuration in force."""
+        return self.running()
 
 
 Handler = Callable[[Admin, web.Request], Awaitable[web.Response]]

@@ -34,7 +34,10 @@ class WorkerEntry(msgspec.Struct, kw_only=True):
     adapters: Annotated[list[str], Meta(description="LoRA adapters that it has loaded, sorted.")]
     worker_type: Annotated[WorkerType, Meta(description="Its role.")]
     is_healthy: Annotated[bool, Meta(description="Whether `state` is `healthy`.")]
-    state: Annotated[State, Meta(description="Only healthy workers are picked.")]
+    state: Annotated[
+        State,
+        Meta(description="Healthy workers are picked, half-open ones for one request at a time."),
+    ]
     reason: Annotated[str, Meta(description="Why it is in that state; empty when all is well.")]
     since: Annotated[str, Meta(description="When the state began: ISO 8601, UTC.")]
     load: Annotated[

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from extproc.admin_endpoint import TEXT, Admin, Endpoint, Parameter, Reply, json_answer
 from extproc.discovery.updates import WorkerType
-from extproc.engine import State
+from extproc.engine import PICKABLE
 from extproc.errors import Refusal, error_body, refusal_message, refusal_status
 from extproc.model_list import list_models
 from policies.base import SessionKeeper
@@ -116,7 +116,7 @@ def _served(admin: Admin) -> list[dict[str, Any]] | None:
     healthy = [
         engine
         for engine in admin.fleet.registry.engines
-        if engine.state is State.HEALTHY and engine.spec.worker_type is WorkerType.REGULAR
+        if engine.state in PICKABLE and engine.spec.worker_type is WorkerType.REGULAR
     ]
     return list_models(healthy, admin.config.aliases()) if healthy else None
 

@@ -6,9 +6,9 @@ The index of names is made when workers or their models change, the choice whene
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from extproc.engine import Engine, State
+from extproc.engine import PICKABLE, Engine, State
 from policies.base import Worker
 
 HEALTHY_TIERS = 2
@@ -50,11 +50,39 @@ def make_roster(members: Sequence[tuple[Worker, Engine]], *, alone: bool) -> Ros
     return Roster(tuple(members), serving, adapters, unread)
 
 
+def find_tripped(
+    roster: Roster,
+    serving: Mapping[str, tuple[Worker, ...]],
+    is_down: Callable[[Engine], bool],
+) -> bool | frozenset[str]:
+    """Tell whether the circuits of all workers are open, or for which names nobody else is left.
+
+    *serving*: the candidates of each name. A worker that *is_down* is not one with an open circuit: like one
+    that is being drained it may be about to be replaced.
+    """
+    states = {engine.state for _, engine in roster.members}
+    if State.EJECTED not in states:
+        return False
+
+    def all_open(engines: Iterable[Engine]) -> bool:
+        left = [e for e in engines if e.state is not State.DRAINING]
+        return bool(left) and all(e.state is State.EJECTED and not is_down(e) for e in left)
+
+    if all_open(engine for _, engine in roster.members):
+        return True
+    engines = {worker.order: engine for worker, engine in roster.members}
+    return frozenset(
+        name
+        for name, candidates in serving.items()
+        if not candidates and all_open(engines[worker.order] for worker in roster.serving[name])
+    )
+
+
 def choose(
     roster: Roster, *, try_unhealthy: bool, lora_any: bool
 ) -> tuple[tuple[Worker, ...], dict[str, tuple[Worker, ...]]]:
     """Return the candidates for any model, and those for each name of the roster's index."""
-    healthy = [(w, e) for w, e in roster.members if e.state is State.HEALTHY]
+    healthy = [(w, e) for w, e in roster.members if e.state in PICKABLE]
     # One that could not be reached a moment ago is left alone, as long as there are others.
     tiers = [tuple(w for w, e in healthy if not e.suspended), tuple(w for w, _ in healthy)]
     if try_unhealthy:

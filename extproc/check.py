@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from extproc.address import Address
@@ -14,10 +15,11 @@ from extproc.discovery.updates import Reset
 from extproc.envoy_binary import find_envoy
 from extproc.envoy_settings import envoy_model, registry_settings
 from extproc.errors import ConfigError
-from extproc.named_files import check_files
+from extproc.key_sources import read_auth
+from extproc.named_files import check_certificates, check_files
 from extproc.registry import Registry
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
-from extproc.xds.model import EnvoyModel
+from extproc.xds.model import ApiKeys, EnvoyModel, NobodyYet, Passwords
 from extproc.xds.standalone import build_standalone
 
 VALIDATE_TIMEOUT_S = 60.0
@@ -33,6 +35,10 @@ def render_envoy_config(config: Config, *, static: bool) -> str:
     model, problems = _model(config)
     if problems:
         raise ConfigError(problems[0])
+    if isinstance(model.access.auth, NobodyYet):
+        raise ConfigError(
+            "jwt_jwks: --static needs the issuer's keys in a file: without the service nobody fetches them"
+        )
     return to_yaml(build_standalone(model, grpc, admin))
 
 
@@ -51,8 +57,22 @@ def check(config: Config) -> None:
     except ConfigError as error:
         print(f"Envoy configuration: not checked ({error})")
         return
-    _validate(binary, text)
+    _validate(binary, text, secrets_of(model))
     print(f"Envoy configuration: valid ({binary.name} --mode validate)")
+
+
+def secrets_of(model: EnvoyModel) -> list[str]:
+    """Return what of *model* nobody may see, the longest first."""
+    access = model.access
+    found = [access.worker_api_key]
+    match access.auth:
+        case ApiKeys(keys):
+            found += [key.key for key in keys]
+        case Passwords(users):
+            found += [line.partition(":")[2] for line in users.splitlines()]
+        case _:
+            pass
+    return sorted(filter(None, found), key=len, reverse=True)
 
 
 def _model(config: Config) -> tuple[EnvoyModel, list[str]]:
@@ -69,10 +89,12 @@ def _model(config: Config) -> tuple[EnvoyModel, list[str]]:
             problems.append(str(error))
     registry.commit(0)
     check_files(config)
-    return envoy_model(config, registry.clusters), problems
+    check_certificates(config)
+    auth = read_auth(config)
+    return envoy_model(config, registry.clusters, auth=auth), problems
 
 
-def _validate(binary: Path, text: str) -> None:
+def _validate(binary: Path, text: str, secrets: Collection[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="vllm-extproc-") as directory:
         path = Path(directory) / "envoy.yaml"
         path.write_text(text)
@@ -84,7 +106,11 @@ def _validate(binary: Path, text: str) -> None:
             check=False,
         )
     if done.returncode != 0:
-        raise ConfigError(f"Envoy refuses the configuration: {done.stderr.strip()}")
+        # Envoy may quote what it refuses, keys and all.
+        words = done.stderr.strip()
+        for secret in secrets:
+            words = words.replace(secret, "***")
+        raise ConfigError(f"Envoy refuses the configuration: {words}")
 
 
 def _resolve(host: str) -> str:

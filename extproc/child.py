@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
@@ -27,6 +28,11 @@ class Child:
         """
         parent = os.getpid()
 
+        def prepare() -> None:
+            # A child that has just started has no handler yet for what the parent may tell it.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+            die_with_parent()
+
         def die_with_parent() -> None:
             # Without a supervisor a router would serve on, with nobody to stop it. Linux only;
             # elsewhere a killed launcher leaves its children behind.
@@ -39,7 +45,7 @@ class Child:
             *command,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL if quiet else None,
-            preexec_fn=die_with_parent,
+            preexec_fn=prepare,
             process_group=0,
         )
         return cls(name, process)
@@ -57,6 +63,11 @@ class Child:
     async def wait(self) -> int:
         """Wait for its end; return the exit status, negative for a signal."""
         return await self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal; one that has ended gets none."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     async def stop(self, timeout_s: float) -> None:
         """Ask it to end; after *timeout_s* seconds make it."""

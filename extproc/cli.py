@@ -15,6 +15,8 @@ import msgspec
 from extproc import __version__, log, router_arguments
 from extproc.config import Config, load, policy_default
 from extproc.errors import ConfigError
+from extproc.resilience_options import ResilienceOptions
+from extproc.security_options import SecurityOptions
 from extproc.sim import command as sim
 from policies import registry
 
@@ -92,16 +94,36 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="YAML file with the same options; flags win"
     )
     hints = typing.get_type_hints(Config, include_extras=True)
+    for title, fields in option_groups().items():
+        group = parser.add_argument_group(title)
+        for field in fields:
+            options, description = _flag_options(hints[field.name])
+            shown = shown_default(field)
+            group.add_argument(
+                *_flag_names(field.name),
+                dest=field.name,
+                default=argparse.SUPPRESS,
+                help=f"{description} Default: {shown}.".replace("%", "%%"),
+                **options,
+            )
+
+
+def option_groups() -> dict[str, list[msgspec.structs.FieldInfo]]:
+    """Return the fields of the configuration by the title under which people look for them."""
+    found: dict[str, list[msgspec.structs.FieldInfo]] = {
+        "router and workers": [],
+        "retries, circuit breakers, limits and queues": [],
+        "who may ask, browsers, TLS": [],
+    }
+    titles = list(found)
     for field in msgspec.structs.fields(Config):
-        options, description = _flag_options(hints[field.name])
-        shown = shown_default(field)
-        parser.add_argument(
-            *_flag_names(field.name),
-            dest=field.name,
-            default=argparse.SUPPRESS,
-            help=f"{description} Default: {shown}.".replace("%", "%%"),
-            **options,
-        )
+        if field.name in ResilienceOptions.__struct_fields__:
+            found[titles[1]].append(field)
+        elif field.name in SecurityOptions.__struct_fields__:
+            found[titles[2]].append(field)
+        else:
+            found[titles[0]].append(field)
+    return found
 
 
 def config_from(parsed: argparse.Namespace) -> Config:
@@ -151,6 +173,8 @@ def shown_default(field: msgspec.structs.FieldInfo) -> str:
     value = policy_default(field.name) if field.default is None else field.default
     if isinstance(value, bool):
         return "on" if value else "off"
+    if isinstance(value, tuple) and value:
+        return ", ".join(value)
     return str(value) if value or value == 0 else "none"
 
 
@@ -159,7 +183,7 @@ def _launch(parsed: argparse.Namespace) -> int:
 
     config = config_from(parsed)
     log.configure(config.log_level, config.log_dir, "launcher")
-    return launcher.run(config)
+    return launcher.run(config, lambda: config_from(parsed), parsed.config)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
@@ -167,13 +191,20 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     config = config_from(parsed)
     log.configure(config.log_level, config.log_dir, "service")
-    return service.run(config)
+    return service.run(config, lambda: config_from(parsed), parsed.config)
 
 
 def _envoy_config(parsed: argparse.Namespace) -> int:
     from extproc.check import render_envoy_config
 
-    sys.stdout.write(render_envoy_config(config_from(parsed), static=parsed.static))
+    config = config_from(parsed)
+    sys.stdout.write(render_envoy_config(config, static=parsed.static))
+    if parsed.static and any(
+        (config.api_key, config.api_keys_file, config.htpasswd_file, config.worker_api_key)
+    ):
+        sys.stderr.write(
+            "vllm-extproc: the output holds keys in plain text; keep it where only Envoy can read it\n"
+        )
     return 0
 
 
@@ -196,6 +227,8 @@ def _demo(parsed: argparse.Namespace) -> int:
     config = config_from(parsed)
     if "log_level" not in parsed:  # the demo's own output is what a person wants to see
         config = msgspec.structs.replace(config, log_level="warning")
+    if "shutdown_delay_s" not in parsed:  # no load balancer watches a demo
+        config = msgspec.structs.replace(config, shutdown_delay_s=0)
     log.configure(config.log_level, config.log_dir, "launcher")
     return demo.run(config, workers=parsed.workers, serve=parsed.serve)
 

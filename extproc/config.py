@@ -18,16 +18,19 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
-import yaml
 from msgspec import Meta
 
+from extproc import config_file
 from extproc.address import Address, WorkerUrl, is_ip
 from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
 from extproc.discovery.updates import WorkerSpec
 from extproc.errors import ConfigError
 from extproc.models import is_model_name
+from extproc.resilience_options import MAX_WAIT_S
+from extproc.security_options import SecurityOptions
 from extproc.xds.model import CREDENTIAL_HEADERS
 from policies import registry
 from policies.base import Policy
@@ -36,11 +39,21 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 Seconds = Annotated[float, Meta(gt=0, le=31_536_000)]  # a year: Envoy takes no infinite durations
 
 
-SECRETS = frozenset({"admin_api_key", "worker_api_key"})
+SECRETS = frozenset({"admin_api_key", "api_key", "worker_api_key"})
 """Options whose values are never shown."""
+
+VALIDATION_URLS = "api_key_validation_urls"
+"""An option that vLLM Router takes from the environment, too."""
+
+MIN_ENVOY_MEMORY = 64 * 2**20
+"""What Envoy needs for itself, and some requests."""
 
 HEALTH_PATH = re.compile(r"/[!-~]*")
 TOKEN = re.compile(r"[!-~]*")
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:[0-9]{1,5})?")
+MIN_RATE = 0.001
+"""Requests per second; less would be one in more than a quarter of an hour."""
+
 TLS_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 HEADER_NAME = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 POLICY_OPTIONS = frozenset(
@@ -67,7 +80,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     params: dict[str, Any] = {}
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be configured."""
 
     host: Annotated[
@@ -392,11 +405,70 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f"{name}: expected visible ASCII characters without spaces")
         self._check_workers()
         self._check_paths()
-        for name in self.session_headers:
+        for url in self.api_key_validation_urls:
+            check_web_url("api_key_validation_urls", url)
+        self._check_headers("session_headers")
+        self._check_headers("request_id_headers")
+        self._check_waits()
+        self._check_tls()
+        self._check_access()
+        if 0 < self.envoy_max_memory < MIN_ENVOY_MEMORY:
+            raise ValueError(
+                f"envoy_max_memory: expected 0 or at least {MIN_ENVOY_MEMORY} bytes, got"
+                f" {self.envoy_max_memory}"
+            )
+
+    def _check_headers(self, option: str) -> None:
+        for name in getattr(self, option):
             if not HEADER_NAME.fullmatch(name.lower()):
-                raise ValueError(f"session_headers: {name!r} is not a header name")
+                raise ValueError(f"{option}: {name!r} is not a header name")
             if name.lower() in CREDENTIAL_HEADERS:
-                raise ValueError(f"session_headers: {name!r} holds credentials and stays in Envoy")
+                raise ValueError(f"{option}: {name!r} holds credentials and stays in Envoy")
+
+    def _check_access(self) -> None:
+        ways = {
+            "api_key": self.api_key or self.api_keys_file,
+            "htpasswd_file": self.htpasswd_file,
+            "jwt_issuer": self.jwt_issuer or self.jwt_jwks or self.jwt_audiences,
+            "api_key_validation_urls": self.api_key_validation_urls,
+        }
+        chosen = [name for name, value in ways.items() if value]
+        if len(chosen) > 1:
+            raise ValueError(
+                f"{chosen[1]}: clients cannot show {chosen[0]} as well; choose one way to authenticate them"
+            )
+        for name in ("jwt_issuer", "jwt_jwks"):
+            if "jwt_issuer" in chosen and not getattr(self, name):
+                raise ValueError(f"{name}: must be given where signed tokens (JWT) are asked for")
+        if "://" in self.jwt_jwks:
+            check_web_url("jwt_jwks", self.jwt_jwks)
+        for origin in self.cors_allowed_origins:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    "cors_allowed_origins: expected * or an origin as browsers write it, such as"
+                    f" https://chat.example, got {origin!r}"
+                )
+        for name in ("rate_limit_tokens_per_second", "rate_limit_per_key"):
+            if 0 < getattr(self, name) < MIN_RATE:
+                raise ValueError(
+                    f"{name}: expected 0 (no limit) or at least {MIN_RATE}, got {getattr(self, name)}"
+                )
+
+    def _check_tls(self) -> None:
+        if bool(self.tls_cert) != bool(self.tls_key):
+            there, missing = ("tls_cert", "tls_key") if self.tls_cert else ("tls_key", "tls_cert")
+            raise ValueError(f"{there}: {missing} must be given too")
+        if self.tls_client_ca and not self.tls_cert:
+            raise ValueError("tls_client_ca: tls_cert and tls_key must be given too")
+
+    def _check_waits(self) -> None:
+        names = ("queue_timeout_secs", "no_worker_timeout_secs", "decision_timeout_secs")
+        longest = sum(getattr(self, name) for name in names)
+        if longest > MAX_WAIT_S:
+            raise ValueError(
+                f"{', '.join(names)}: expected at most {MAX_WAIT_S} seconds together, since Envoy waits no"
+                f" longer for the service, got {longest:g}"
+            )
 
     def _check_workers(self) -> None:
         self.weights()
@@ -518,6 +590,20 @@ def check_tls_name(name: str) -> None:
         raise ValueError(f"worker_tls_server_name: expected a host name, got {name!r}")
 
 
+def check_web_url(name: str, url: str) -> None:
+    """Refuse what cannot be asked with GET, and credentials, which an URL would show everywhere."""
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+        parts = urlsplit("")
+    if not good or not TOKEN.fullmatch(url):
+        raise ValueError(f"{name}: expected a URL such as https://auth.example/check")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"{name}: a URL may hold no user or password")
+
+
 def bind_ip(host: str) -> str:
     """Return the address to listen on for *host*; ``localhost`` is the one name that is allowed."""
     return "127.0.0.1" if host == "localhost" else host
@@ -576,44 +662,23 @@ def _parameters(cls: type[Policy]) -> set[str]:
 
 def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
     """Build the configuration of *path* (YAML; None: no file), each of *flags* replacing its key."""
-    values: dict[str, Any] = {} if path is None else read_file(path)
+    file = None if path is None else config_file.read(path)
+    values: dict[str, Any] = {} if file is None else dict(file.values)
     for name in SECRETS:
         if name not in values and (secret := environment_secret(name)):
             values[name] = secret
+    if VALIDATION_URLS not in values and (urls := os.environ.get(VALIDATION_URLS.upper(), "")):
+        values[VALIDATION_URLS] = [url.strip() for url in urls.split(",") if url.strip()]
     values.update(flags)
     try:
         config = msgspec.convert(values, Config)
-    except msgspec.ValidationError as error:
-        where = "" if path is None else f"{path}: "
+        build_policy(config)
+    except (msgspec.ValidationError, ConfigError) as error:
+        where = "" if file is None else file.where(str(error), flags)
         raise ConfigError(f"{where}{error}") from error
-    build_policy(config)
     return config
 
 
 def environment_secret(name: str) -> str:
     """Return the option *name* from the environment, "" when it is not there; a process list shows flags."""
     return os.environ.get(f"VLLM_EXTPROC_{name.upper()}", "")
-
-
-def read_file(path: Path) -> dict[str, Any]:
-    """Read a YAML mapping."""
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {_yaml_reason(error)}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"{path}: expected a mapping of options, got {type(content).__name__}")
-    return content
-
-
-def _yaml_reason(error: yaml.MarkedYAMLError) -> str:
-    """Say what is wrong and where, without the line itself: it may hold a secret."""
-    mark = error.problem_mark or error.context_mark
-    where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{error.problem or error.context}{where}"

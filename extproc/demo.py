@@ -35,12 +35,12 @@ WORKER_START_TIMEOUT_S = 30.0
 USAGE = """
 Try it; each block can be pasted:
 
-curl -i {base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
+curl -i {curl_flags}{base_url}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
 {python} - <<'EOF'
-from openai import OpenAI
-client = OpenAI(base_url="{base_url}/v1", api_key="none")
+from openai import {imports}OpenAI
+client = OpenAI(base_url="{base_url}/v1", api_key="none"{openai_options})
 messages = [{{"role": "user", "content": "Hello"}}]
 for chunk in client.chat.completions.create(model="{model}", messages=messages, stream=True):
     print(chunk.choices[0].delta.content or "", end="", flush=True)
@@ -56,6 +56,10 @@ def run(config: Config, *, workers: int, serve: bool) -> int:
     """Start *workers* simulated workers and the router; chat through it, or *serve* until Ctrl-C."""
     if config.worker_urls:
         raise ConfigError("demo starts its own workers; use `launch` with --worker-urls")
+    if config.tls_client_ca:
+        raise ConfigError(
+            "demo has no certificate to show to the router; leave --tls-client-ca out"
+        )
     if workers < 1:
         raise ConfigError(f"--workers: expected at least 1, got {workers}")
     if not serve and importlib.util.find_spec("openai") is None:
@@ -143,7 +147,17 @@ def _print_usage(config: Config, base_url: str, urls: tuple[str, ...]) -> None:
     if config.prometheus_port:
         metrics = join_host_port(bind_ip(config.prometheus_host), config.prometheus_port)
         print(f"  metrics   http://{metrics}/metrics")
-    print(USAGE.format(base_url=base_url, model=MODEL, python=Path(sys.executable)), flush=True)
+    tls = bool(config.tls_cert)
+    usage = USAGE.format(
+        base_url=base_url,
+        model=MODEL,
+        python=Path(sys.executable),
+        # The certificate need not be for the address that the demo serves on.
+        curl_flags="--insecure " if tls else "",
+        imports="DefaultHttpxClient, " if tls else "",
+        openai_options=", http_client=DefaultHttpxClient(verify=False)" if tls else "",
+    )
+    print(usage, flush=True)
 
 
 async def _chat_and_stop(base_url: str, stop: asyncio.Event) -> None:
@@ -155,7 +169,11 @@ async def _chat_and_stop(base_url: str, stop: asyncio.Event) -> None:
     table.add_column("chunks", justify="right")
     table.add_column("first after", justify="right")
     try:
-        async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none") as client:
+        # It trusts whatever the router on this machine shows that it has just started.
+        http_client = openai.DefaultAsyncHttpxClient(verify=not base_url.startswith("https:"))
+        async with openai.AsyncOpenAI(
+            base_url=f"{base_url}/v1", api_key="none", http_client=http_client
+        ) as client:
             histories: list[list[dict[str, str]]] = [[] for _ in QUESTIONS]
             for turn in range(len(QUESTIONS[0])):
                 for number, history in enumerate(histories):

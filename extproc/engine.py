@@ -6,6 +6,7 @@ import dataclasses
 from enum import StrEnum
 
 from extproc.address import join_host_port
+from extproc.circuit import Circuit, CircuitState
 from extproc.discovery.updates import WorkerSpec
 from extproc.models import Load, ModelList
 from extproc.verdicts import Verdict
@@ -13,13 +14,18 @@ from policies.base import Worker
 
 
 class State(StrEnum):
-    """Where a worker stands. Only healthy ones are picked."""
+    """Where a worker stands. Healthy ones are picked, and half-open ones for one request at a time."""
 
     STARTING = "starting"
     HEALTHY = "healthy"
     UNHEALTHY = "unhealthy"
     EJECTED = "ejected"
+    HALF_OPEN = "half_open"
     DRAINING = "draining"
+
+
+PICKABLE = (State.HEALTHY, State.HALF_OPEN)
+"""States of workers that may be picked; the router sees to it that half-open ones get one request at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,6 +53,9 @@ class Known:
 
     introduced: bool = False
     """Whether it was asked for its models, and may be picked whatever it answered."""
+
+    resumes_at: float = 0.0
+    """Unix time at which its circuit is or was tried again; 0 when it is closed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,6 +132,9 @@ class Engine:
     workers: tuple[Worker, ...] = ()
     """As policies see it: one per rank."""
 
+    circuit: Circuit | None = None
+    """Its circuit breaker; None while it has no endpoint of its own."""
+
     @property
     def key(self) -> str:
         """Identity."""
@@ -179,12 +191,14 @@ class Engine:
             self.cluster,
             self.drain_deadline if self.draining else 0.0,
             self.introduced,
+            self.circuit.resumes_at if self.circuit is not None else 0.0,
         )
 
     def judge(self, verdict: Verdict | None, now: float, *, startup_s: float) -> bool:
         """Derive the state from *verdict* (None: nobody judges); tell whether it changed.
 
-        A worker that never passed a check is starting for *startup_s* seconds, then unhealthy.
+        A worker that never passed a check is starting for *startup_s* seconds, then unhealthy. Whether it is
+        ejected is for its circuit to say.
         """
         state, reason = self._judged(verdict, now, startup_s)
         if (state, reason) == (self.state, self.reason):
@@ -207,13 +221,16 @@ class Engine:
             return State.UNHEALTHY, "it is this router itself"
         if self.twin:
             return State.UNHEALTHY, f"it is at the same address as {self.twin}"
-        if verdict is not None and not verdict.good:
-            if verdict.ejected:
-                return State.EJECTED, verdict.reason
+        circuit = CircuitState.CLOSED if self.circuit is None else self.circuit.state
+        if self.circuit is not None and circuit is CircuitState.OPEN:
+            return State.EJECTED, self.circuit.reason
+        if verdict is not None and verdict.passing is not True:
             state = waiting if verdict.passing is None else State.UNHEALTHY
             if "certificate" in self.models_unread:  # which to Envoy is a connection that failed
                 return state, self.models_unread
-            return state, verdict.reason or "its first health check is under way"
+            return state, verdict.failure or "its first health check is under way"
         if not self.introduced:
             return State.STARTING, "it is being asked for its models"
+        if self.circuit is not None and circuit is CircuitState.HALF_OPEN:
+            return State.HALF_OPEN, self.circuit.reason
         return State.HEALTHY, ""

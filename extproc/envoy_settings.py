@@ -5,17 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 
 from extproc.address import Address
+from extproc.admission import Limits
+from extproc.circuit import CircuitRules
 from extproc.clusters import ClusterView
 from extproc.config import Config, bind_ip
+from extproc.pool import NO_LIMIT
 from extproc.registry import Settings
-from extproc.xds.model import SYSTEM_CA_FILES, EnvoyModel, HealthChecks, WorkerTls
+from extproc.resilience_options import ResilienceOptions
+from extproc.xds.model import (
+    SYSTEM_CA_FILES,
+    Access,
+    Breaker,
+    Certificates,
+    ClientAuth,
+    ClientTls,
+    EnvoyModel,
+    HealthChecks,
+    NobodyYet,
+    RateLimits,
+    Retries,
+    WorkerTls,
+)
 
 MAX_UNHEALTHY_INTERVAL_S = 5.0
 """A worker that comes back is found within this time, however long the interval for healthy ones is."""
 
+MAX_GRACE_S = 3600.0
+"""What Envoy is told to wait beyond the longest time in queues, at most."""
 
-def envoy_model(config: Config, clusters: tuple[ClusterView, ...]) -> EnvoyModel:
-    """Return what Envoy must be told, from the configuration and the workers known now."""
+
+def envoy_model(
+    config: Config,
+    clusters: tuple[ClusterView, ...],
+    certificates: Certificates | None = None,
+    auth: ClientAuth = None,
+) -> EnvoyModel:
+    """Return what Envoy must be told, from the configuration and the workers known now.
+
+    *certificates*: what SDS hands out; not needed where Envoy reads the files itself. *auth*: what was read of
+    how clients prove who they are; nobody gets in when that is missing though the configuration asks for it.
+    """
     unhealthy_interval_s = min(
         config.health_check_interval_secs,
         config.worker_startup_check_interval,
@@ -43,13 +72,69 @@ def envoy_model(config: Config, clusters: tuple[ClusterView, ...]) -> EnvoyModel
             ca_file=config.worker_ca_file or system_ca_file(), insecure=config.worker_tls_insecure
         ),
         try_unhealthy=config.when_none_healthy == "try",
+        stream_idle_timeout_s=config.stream_idle_timeout_secs,
+        retries=Retries(
+            count=retry_count(config),
+            initial_backoff_s=config.retry_initial_backoff_ms / 1000,
+            max_backoff_s=config.retry_max_backoff_ms / 1000,
+            budget_ratio=config.retry_budget_ratio,
+        ),
+        breaker=Breaker(
+            failures=0 if config.disable_circuit_breaker else config.cb_failure_threshold,
+            open_s=config.cb_timeout_duration_secs,
+            count_429=config.cb_count_429,
+        ),
+        rate_limits=RateLimits(
+            config.rate_limit_tokens_per_second,
+            config.rate_limit_per_key,
+            config.rate_limit_burst,
+        ),
+        access=Access(
+            auth=NobodyYet() if auth is None and asks_who(config) else auth,
+            keep_authorization=config.keep_client_authorization,
+            worker_api_key=config.worker_api_key,
+            cors_origins=config.cors_allowed_origins,
+        ),
+        request_id_headers=tuple(name.lower() for name in config.request_id_headers),
+        slow_start_s=config.slow_start_secs,
+        client_tls=client_tls(config),
+        certificates=certificates,
         events_dir=config.envoy_events_dir,
     )
+
+
+def asks_who(config: Config) -> bool:
+    """Tell whether clients must prove who they are."""
+    return bool(
+        config.api_key
+        or config.api_keys_file
+        or config.htpasswd_file
+        or config.jwt_issuer
+        or config.api_key_validation_urls
+    )
+
+
+def client_tls(config: Config) -> ClientTls | None:
+    """Return how clients are served over HTTPS, None when they are not."""
+    if not config.tls_cert:
+        return None
+    return ClientTls(config.tls_cert, config.tls_key, config.tls_client_ca)
 
 
 def system_ca_file() -> str:
     """Return the file of the certificates that this system trusts, "" when there is none."""
     return next((path for path in SYSTEM_CA_FILES if Path(path).exists()), "")
+
+
+def admission_limits(config: Config) -> Limits:
+    """Return how many requests go on and wait, and how long."""
+    return Limits(
+        concurrent=config.max_concurrent_requests,
+        queue=config.queue_size,
+        queue_s=config.queue_timeout_secs,
+        no_worker_s=config.no_worker_timeout_secs,
+        grace_s=min(config.decision_timeout_secs, MAX_GRACE_S),
+    )
 
 
 def registry_settings(config: Config) -> Settings:
@@ -64,4 +149,32 @@ def registry_settings(config: Config) -> Settings:
         ranks=config.intra_node_data_parallel_size,
         global_ranks=config.dp_rank_offset == "global",
         is_router=config.is_own,
+        circuits=circuit_rules(config),
+        worker_limit=config.max_worker_concurrency or NO_LIMIT,
     )
+
+
+def circuit_rules(config: Config) -> CircuitRules:
+    """Return when circuits open and close."""
+    return CircuitRules(
+        failures=0 if config.disable_circuit_breaker else config.cb_failure_threshold,
+        successes=config.cb_success_threshold,
+        open_s=config.cb_timeout_duration_secs,
+        window_s=config.cb_window_duration_secs,
+        count_429=config.cb_count_429,
+    )
+
+
+def retry_count(config: Config) -> int:
+    """Return how many attempts follow the first one at most."""
+    return 0 if config.disable_retries else config.retry_max_retries
+
+
+def unheeded_options(config: Config) -> list[str]:
+    """Return the options that ask for waits between retries that Envoy knows nothing of."""
+    usual = ResilienceOptions()
+    return [
+        name
+        for name in ("retry_backoff_multiplier", "retry_jitter_factor")
+        if getattr(config, name) != getattr(usual, name)
+    ]

@@ -38,6 +38,8 @@ class Refusal(StrEnum):
     NO_WORKER = "no_worker_available"
     PAYLOAD_TOO_LARGE = "payload_too_large"
     MODEL_NOT_FOUND = "model_not_found"
+    QUEUE_FULL = "queue_full"
+    QUEUE_TIMEOUT = "queue_timeout"
 
 
 def refusal_status(refusal: Refusal) -> int:
@@ -49,6 +51,10 @@ def refusal_status(refusal: Refusal) -> int:
             return 413
         case Refusal.MODEL_NOT_FOUND:
             return 404
+        case Refusal.QUEUE_FULL:
+            return 429
+        case Refusal.QUEUE_TIMEOUT:
+            return 408
         case _:
             assert_never(refusal)
 
@@ -62,6 +68,10 @@ def refusal_message(refusal: Refusal) -> str:
             return "The request body is larger than this router accepts."
         case Refusal.MODEL_NOT_FOUND:
             return "No worker serves the model that was asked for."
+        case Refusal.QUEUE_FULL:
+            return "Too many requests are under way and waiting. Retry after a moment."
+        case Refusal.QUEUE_TIMEOUT:
+            return "The request waited too long for its turn. Retry later."
         case _:
             assert_never(refusal)
 

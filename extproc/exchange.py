@@ -24,22 +24,31 @@ What the answers look like depends on the body mode of Envoy's filter, announced
 Messages of the response direction are answered with "continue" (or echoed, in full duplex): our own
 configuration does not ask Envoy for them, a gateway's may.
 
+A request may have to wait (``admission``): at its headers until it may pass the gate, and when its worker
+is picked. ``receive`` then returns at most one message, which tells Envoy to be patient, and ``waiting``
+is true. What comes meanwhile is kept. The owner calls ``resume`` when it is the request's turn, or ``give_up``
+when it has waited long enough; either returns the answers. A request that waits at the gate is kept
+as the bytes of its headers only.
+
 The lease on the picked worker is taken with the decision and released by ``close``: Envoy keeps the
 stream open until the HTTP stream ends (``response_trailer_mode: SEND``).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 
 from google.protobuf.struct_pb2 import Value
 
+from extproc.admission import GATE, Admission, Place, Ticket
 from extproc.errors import ProtocolError, Refusal, error_body, refusal_status
 from extproc.openai import parse_content
 from extproc.pool import Lease
-from extproc.router import Decision, Refused, Routed, Router
+from extproc.router import Decision, Held, Refused, Routed, Router
 from policies.base import Request
 from protos.core_pb2 import HeaderMap, HeaderValueOption
 from protos.ext_proc_pb2 import (
@@ -59,6 +68,13 @@ METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET_KEY = "x-gateway-destination-endpoint-subset"
 REQUEST_ID_HEADER = "x-request-id"
+RETRY_AFTER_HEADER = "retry-after"
+
+MAX_RETRIES_HEADER = "x-envoy-max-retries"
+"""How often Envoy may retry the request, when that is not what its route says. Envoy removes it."""
+
+MAX_REQUEST_ID_CHARS = 256
+"""A longer value of another header is taken for no id."""
 
 RANK_HEADER = "x-data-parallel-rank"
 """Tells a vLLM engine which of its data-parallel ranks shall serve."""
@@ -94,24 +110,66 @@ _CONTINUE_RESPONSE_BODY = _continue("response_body")
 _CONTINUE_RESPONSE_TRAILERS = _continue("response_trailers")
 
 
+def _bare(kind: str) -> bytes:
+    message = ProcessingRequest()
+    getattr(message, kind).SetInParent()
+    return message.SerializeToString()
+
+
+_REQUEST_TRAILERS = _bare("request_trailers")
+
+
+@functools.lru_cache(maxsize=8)
+def _be_patient(seconds: float) -> bytes:
+    """Return what tells Envoy to wait so long for the answer to its last message."""
+    answer = ProcessingResponse()
+    answer.override_message_timeout.FromMilliseconds(round(seconds * 1000))
+    return answer.SerializeToString()
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    """A request whose worker is to be picked, with what the answer to Envoy depends on."""
+
+    request: Request
+    in_body: bool = False
+    """Whether the answer is one to a body message."""
+
+    body_follows: bool = False
+    chunks: int = 0
+    """Messages in which the body came, where it was collected."""
+
+    end_of_stream: bool | None = None
+    """Whether the last of them was the end of the request; None: nothing was collected."""
+
+
 class Exchange:
     """The state of one exchange."""
 
     __slots__ = (
+        "_admission",
+        "_admitted",
+        "_asked",
         "_chunks",
         "_collects",
         "_headers",
+        "_id_headers",
         "_ids",
+        "_kept",
         "_lease",
         "_max_body_bytes",
         "_max_routed_bytes",
+        "_may_wait",
         "_mode",
+        "_patient",
         "_received_bytes",
         "_response_mode",
         "_router",
         "_state",
         "_subset",
         "decision",
+        "ticket",
+        "waiting",
     )
 
     def __init__(
@@ -121,14 +179,31 @@ class Exchange:
         ids: random.Random,
         max_body_bytes: int,
         max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
+        admission: Admission | None = None,
+        id_headers: Sequence[str] = (REQUEST_ID_HEADER,),
     ) -> None:
         """Begin.
 
         *ids*: source of request ids. *max_body_bytes*: most that is held of a streamed body.
-        *max_routed_bytes*: largest body that the policy is shown.
+        *max_routed_bytes*: largest body that the policy is shown. *admission*: who may go on; None: everybody.
+        *id_headers*: of those that the client sent, the first is the request's id.
         """
         self.decision: Decision | None = None
         """What was decided; None until then."""
+        self.waiting = False
+        """Whether it waits, for ``resume`` or ``give_up``."""
+        self.ticket: Ticket | None = None
+        """Where and how long it waits; None when it never had to."""
+        self._admission = admission or Admission()
+        self._admitted = False
+        self._may_wait = True
+        self._patient = False
+        """Whether Envoy has been told to wait for the answer to its last message; it listens once."""
+        self._kept: list[bytes] = []
+        """Messages that came while it waits; the one that waits at the gate itself is the first."""
+        self._asked: _Asked | None = None
+        """What is to be decided, while it waits for a worker."""
+        self._id_headers = id_headers
         self._router = router
         self._ids = ids
         self._max_body_bytes = max_body_bytes
@@ -150,6 +225,8 @@ class Exchange:
         come at this point: the caller must then end the stream with an error, never with OK, which
         Envoy takes for "continue without me".
         """
+        if self.waiting:
+            return self._keep(message, now)
         if self._mode is None:
             self._learn_modes(message)
         kind = message.WhichOneof("request")
@@ -171,12 +248,102 @@ class Exchange:
         # In observability mode Envoy wants no answers and would count them as spurious.
         return [] if message.observability_mode else answers
 
+    def resume(self, now: float) -> list[bytes]:
+        """Try to go on, it being this one's turn; when that fails it still waits, and nothing is returned."""
+        ticket, asked = self.ticket, self._asked
+        if not self.waiting or ticket is None:
+            return []
+        answers: list[bytes] = []
+        if asked is not None:
+            found = self._router.decide(asked.request, now, subset=self._subset)
+            if isinstance(found, Held):
+                return self._wait_on(ticket, found.place, now)
+            self._admission.leave(ticket, now, served=True)
+            self.waiting, self._asked = False, None
+            answers = self._answer(asked, found, now)
+        elif ticket.place == GATE:
+            self._admission.pass_gate(ticket, now)
+            self._admitted = True
+            self.waiting = False
+        else:
+            place = self._router.no_worker
+            if place is not None:
+                return self._wait_on(ticket, place, now)
+            self._admission.leave(ticket, now, served=True)
+            self.waiting = False
+        kept, self._kept = self._kept, []
+        self._received_bytes = 0
+        for message in kept:
+            answers += self.receive(ProcessingRequest.FromString(message), now)
+        return answers
+
+    def give_up(self, now: float) -> list[bytes]:
+        """Refuse the request: it has waited long enough, or nobody may wait any more."""
+        ticket = self.ticket
+        if not self.waiting or ticket is None:
+            return []
+        refusal = self._admission.expired(ticket)
+        self._stop_waiting(ticket, now)
+        return self._refuse(Refused(refusal))
+
     def close(self, now: float) -> None:
-        """Give the worker back: the stream has ended."""
-        if self._lease is not None:
-            self._lease.release(now)
+        """Give the worker and the place back: the stream has ended."""
+        if self.waiting and self.ticket is not None:
+            self._stop_waiting(self.ticket, now)
+        if self._admitted:
+            self._admitted = False
+            self._admission.release()
+        lease = self._lease
+        if lease is not None and lease.release(now):
+            self._admission.on_room(lease.worker)
+
+    def _stop_waiting(self, ticket: Ticket, now: float) -> None:
+        self._admission.leave(ticket, now)
+        self.waiting, self._asked, self._kept = False, None, []
+
+    def _wait(self, place: Place, headers: Mapping[str, str], now: float) -> list[bytes]:
+        """Begin to wait at *place*."""
+        admission = self._admission
+        ticket = self.ticket or admission.ticket(headers)
+        refusal = admission.wait(ticket, place, now) if self._may_wait else Refusal.NO_WORKER
+        if refusal is not None:
+            return self._turn_away(refusal, place, now)
+        self.ticket, self.waiting = ticket, True
+        if self._full_duplex or self._patient:  # in full duplex Envoy's patience has no end
+            return []
+        self._patient = True
+        return [_be_patient(admission.limits.patience_s)]
+
+    def _wait_on(self, ticket: Ticket, place: Place, now: float) -> list[bytes]:
+        """Go on waiting, at *place*."""
+        if ticket.place == place:
+            self._admission.stuck(ticket)
+            return []
+        self._admission.leave(ticket, now)
+        refusal = self._admission.wait(ticket, place, now)
+        if refusal is None:
+            return []
+        self.waiting, self._asked, self._kept = False, None, []
+        return self._turn_away(refusal, place, now)
+
+    def _turn_away(self, refusal: Refusal, place: Place, now: float) -> list[bytes]:
+        later = None
+        if refusal is Refusal.QUEUE_FULL:
+            later = self._admission.retry_after_s(place.pool, now)
+        return self._refuse(Refused(refusal, retry_after_s=later))
+
+    def _keep(self, message: ProcessingRequest, now: float) -> list[bytes]:
+        """Put aside what comes while the request waits."""
+        self._received_bytes += message.ByteSize()
+        if self._received_bytes > self._max_body_bytes and self.ticket is not None:
+            self._stop_waiting(self.ticket, now)
+            return self._refuse(Refused(Refusal.PAYLOAD_TOO_LARGE))
+        self._kept.append(message.SerializeToString())
+        return []
 
     def _learn_modes(self, message: ProcessingRequest) -> None:
+        # An Envoy that only observes waits for nothing.
+        self._may_wait = not message.observability_mode
         if not message.HasField("protocol_config"):
             self._mode = ProcessingMode.BUFFERED  # Envoy before 1.35; the mode that we document
             return
@@ -200,16 +367,26 @@ class Exchange:
         if self._state is not _State.START:
             raise ProtocolError(f"request headers in state {self._state.name}")
         headers = header_map(message.request_headers.headers)
+        if not self._admitted:
+            self._admitted = self._admission.enter()
+            if not self._admitted and self._may_wait:
+                self._kept = [message.SerializeToString()]
+                return self._wait(GATE, headers, now)
         self._headers = headers
         self._take_subset(message)
         last = message.request_headers.end_of_stream
         wanted = not last and self._collects and self._is_small(headers)
         if wanted and self._router.wants_body(headers):
+            nobody = self._router.no_worker
+            if nobody is not None and self._may_wait:
+                self._kept = [message.SerializeToString()]
+                return self._wait(nobody, headers, now)
             self._state = _State.BODY
             return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
         # A policy that reads bodies must find one, also where none can be had (an upgrade).
         unavailable = not self._collects and self._router.needs_body
-        return self._decide(b"" if last or unavailable else None, now, body_follows=not last)
+        request = self._request(b"" if last or unavailable else None)
+        return self._decide(_Asked(request, body_follows=not last), now)
 
     def _is_small(self, headers: Mapping[str, str]) -> bool:
         """Tell whether the body may be read, as far as its length is announced."""
@@ -225,8 +402,9 @@ class Exchange:
                 return list(_echo_request(body)) if self._full_duplex else [_CONTINUE_REQUEST_BODY]
             case _State.BODY:
                 self._take_subset(message)
+                self._patient = False
                 if self._buffered:
-                    return self._decide(body.body, now, in_body=True)
+                    return self._decide(_Asked(self._request(body.body), in_body=True), now)
                 return self._collect(body, now)
 
     def _collect(self, body: HttpBody, now: float) -> list[bytes]:
@@ -245,10 +423,11 @@ class Exchange:
             case _State.BODY if self._buffered:
                 raise ProtocolError("trailers before the buffered body")
             case _State.BODY:
-                return [
-                    *self._decide_collected(now, end_of_stream=False),
-                    _CONTINUE_REQUEST_TRAILERS,
-                ]
+                answers = self._decide_collected(now, end_of_stream=False)
+                if self.waiting:
+                    self._kept.append(_REQUEST_TRAILERS)
+                    return answers
+                return [*answers, _CONTINUE_REQUEST_TRAILERS]
             case _State.DECIDED:
                 return [_CONTINUE_REQUEST_TRAILERS]
 
@@ -259,42 +438,59 @@ class Exchange:
 
     def _decide_collected(self, now: float, *, end_of_stream: bool) -> list[bytes]:
         chunks, self._chunks = self._chunks, []
-        body = b"".join(chunks)
-        answers = self._decide(body, now)
-        decision = self.decision
-        if not isinstance(decision, Routed):
-            return answers
-        if self._full_duplex:
-            if decision.body is not None:
-                body = decision.body
-            return [*answers, *_echo_request(HttpBody(body=body, end_of_stream=end_of_stream))]
-        if decision.body is None:
-            return [*answers, *(_CONTINUE_REQUEST_BODY for _ in chunks)]
-        # The first chunk becomes the whole body, the others nothing.
-        new = [
-            _replaced_chunk(decision.body if index == 0 else b"") for index in range(len(chunks))
-        ]
-        return [*answers, *new]
+        asked = _Asked(
+            self._request(b"".join(chunks)), chunks=len(chunks), end_of_stream=end_of_stream
+        )
+        return self._decide(asked, now)
 
-    def _decide(
-        self, body: bytes | None, now: float, *, in_body: bool = False, body_follows: bool = False
-    ) -> list[bytes]:
-        self._state = _State.DECIDED
+    def _request(self, body: bytes | None) -> Request:
+        """Return what the router is asked about, with *body*."""
         headers, self._headers = self._headers, {}
-        request = Request(
+        return Request(
             method=headers.get(":method", ""),
             path=headers.get(":path", ""),
             headers=headers,
             body=body,
             content=parse_content(body) if body and len(body) <= self._max_routed_bytes else None,
         )
-        decision = self._router.decide(request, now, subset=self._subset)
+
+    def _decide(self, asked: _Asked, now: float) -> list[bytes]:
+        self._state = _State.DECIDED
+        decision = self._router.decide(
+            asked.request, now, subset=self._subset, ahead=self._admission.places
+        )
+        if isinstance(decision, Held):
+            self._asked = asked
+            answers = self._wait(decision.place, asked.request.headers, now)
+            if not self.waiting:
+                self._asked = None
+            return answers
+        return self._answer(asked, decision, now)
+
+    def _answer(self, asked: _Asked, decision: Decision, now: float) -> list[bytes]:
+        """Return the answers that carry *decision*."""
         if isinstance(decision, Refused):
             return self._refuse(decision)
         self.decision = decision
         self._lease = decision.pool.acquire(decision.workers[0])
-        answer = self._routed(decision, in_body=in_body, body_follows=body_follows, headers=headers)
-        return [answer]
+        answer = self._routed(
+            decision,
+            in_body=asked.in_body,
+            body_follows=asked.body_follows,
+            headers=asked.request.headers,
+            retries=self._router.grant_retries(decision, now),
+        )
+        if asked.end_of_stream is None:
+            return [answer]
+        if self._full_duplex:
+            body = asked.request.body if decision.body is None else decision.body
+            end = HttpBody(body=body, end_of_stream=asked.end_of_stream)
+            return [answer, *_echo_request(end)]
+        if decision.body is None:
+            return [answer, *(_CONTINUE_REQUEST_BODY for _ in range(asked.chunks))]
+        # The first chunk becomes the whole body, the others nothing.
+        new = [decision.body, *(b"" for _ in range(asked.chunks - 1))][: asked.chunks]
+        return [answer, *(_replaced_chunk(chunk) for chunk in new)]
 
     def _routed(
         self,
@@ -303,6 +499,7 @@ class Exchange:
         in_body: bool,
         body_follows: bool,
         headers: Mapping[str, str],
+        retries: int | None,
     ) -> bytes:
         answer = ProcessingResponse()
         common = (answer.request_body if in_body else answer.request_headers).response
@@ -317,9 +514,11 @@ class Exchange:
             if "content-length" in headers:
                 length = str(len(decision.body))
                 _set_header(mutation.set_headers.add(), "content-length", length)
-        if not headers.get(REQUEST_ID_HEADER):
-            request_id = f"{self._ids.getrandbits(128):032x}"
+        request_id = self._request_id(headers)
+        if request_id:
             _set_header(mutation.set_headers.add(), REQUEST_ID_HEADER, request_id)
+        if retries is not None:
+            _set_header(mutation.set_headers.add(), MAX_RETRIES_HEADER, str(retries))
         if self._full_duplex:
             _set_header(mutation.set_headers.add(), ENDPOINT_KEY, endpoints)
         elif body_follows and self._buffered:
@@ -336,9 +535,21 @@ class Exchange:
                 ranks.fields[worker.endpoint].string_value = str(worker.rank)
         return answer.SerializeToString()
 
+    def _request_id(self, headers: Mapping[str, str]) -> str:
+        """Return the id that the request is given, "" when it has the right one."""
+        for name in self._id_headers:
+            value = headers.get(name)
+            if not value:
+                continue
+            if name == REQUEST_ID_HEADER:
+                return ""
+            if len(value) <= MAX_REQUEST_ID_CHARS and value.isascii() and value.isprintable():
+                return value
+        return f"{self._ids.getrandbits(128):032x}"
+
     def _refuse(self, refused: Refused) -> list[bytes]:
         self._state = _State.DECIDED
-        self._chunks = []
+        self._chunks, self._kept = [], []
         self.decision = refused
         refusal = refused.refusal
         status = refusal_status(refusal)
@@ -348,6 +559,9 @@ class Exchange:
         immediate.body = error_body(status, refusal, refused.message).encode()
         immediate.details = f"router_{refusal}"
         _set_header(immediate.headers.set_headers.add(), "content-type", "application/json")
+        if refused.retry_after_s is not None:
+            later = str(refused.retry_after_s)
+            _set_header(immediate.headers.set_headers.add(), RETRY_AFTER_HEADER, later)
         return [answer.SerializeToString()]
 
     def _take_subset(self, message: ProcessingRequest) -> None:

@@ -138,7 +138,9 @@ class Fleet:
         """Work out what follows, log it and tell the listeners."""
         self._commit_due = False
         change = self.registry.commit(self.now())
-        if not (change.members or change.clusters or change.states or change.removed):
+        if not (
+            change.members or change.clusters or change.states or change.removed or change.circuits
+        ):
             return
         for engine in change.states:
             _log_state(engine)

@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from extproc.engine import Engine, State
+from extproc.engine import PICKABLE, Engine
 from extproc.registry import Registry
 from extproc.worker_client import WorkerClient, WorkerUnreachableError
 
@@ -41,7 +41,7 @@ class GenerationCheck:
             return self._reason
 
     async def _check(self) -> str:
-        healthy = [engine for engine in self._registry.engines if engine.state is State.HEALTHY]
+        healthy = [engine for engine in self._registry.engines if engine.state in PICKABLE]
         if not healthy:
             return "no healthy workers available"
         # Idle ones answer sooner.

@@ -5,13 +5,15 @@ its configuration from it. Whichever dies once the router was up is started agai
 away Envoy balances by itself, while Envoy is away the service waits. A child that cannot even start
 ends the program, since trying again would not help.
 
-On SIGTERM or SIGINT: no new connections, kept-alive ones are asked to close, streams under way finish
-within the grace time, then both end. A second signal ends it at once.
+On SIGTERM or SIGINT ``/readiness`` fails first, so that load balancers look elsewhere; a moment later there are
+no new connections, kept-alive ones are asked to close, streams under way finish within the grace time, then
+both end. A second signal ends it at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import shutil
 import sys
@@ -31,12 +33,15 @@ from extproc.config import Config, bind_ip
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_binary import find_envoy
 from extproc.errors import ConfigError
-from extproc.limits import raise_open_files
+from extproc.key_sources import KEY_OPTIONS
+from extproc.limits import max_connections, memory_bytes, raise_open_files
 from extproc.listening import check_free
 from extproc.local_http import ask
-from extproc.named_files import check_files
-from extproc.stop import stop_on_signals
-from extproc.xds.bootstrap import build_bootstrap, to_yaml
+from extproc.named_files import check_certificates, check_files, check_keys
+from extproc.reload import plan
+from extproc.reloading import Reloading
+from extproc.stop import STEP_DOWN, stop_on_signals
+from extproc.xds.bootstrap import EnvoyLimits, build_bootstrap, to_yaml
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
@@ -45,6 +50,9 @@ RESTART_DELAYS_S = (0.0, 0.2, 0.5, 1.0, 2.0, 5.0)
 EVENT_FLUSH_MS = 20
 PROBE_TIMEOUT_S = 2.0
 MAX_READINESS_POLL_S = 0.5
+ENVOY_MEMORY_RATIO = 0.75
+"""Share of the memory that Envoy may hold; the service and the system need some, too."""
+
 STABLE_AFTER_S = 30.0
 """A child that ran this long is restarted without delay again."""
 
@@ -66,20 +74,30 @@ class StartError(ConfigError):
 class Launcher:
     """Runs Envoy and the service for one configuration."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(
+        self,
+        config: Config,
+        load: Callable[[], Config] | None = None,
+        path: Path | None = None,
+    ) -> None:
+        """Prepare; with *load* the configuration is read again on SIGHUP and when the file *path* changes."""
         self._binary = find_envoy(config.envoy_path)
         self._config = config
+        self._reloading = Reloading(load, path, self._reconfigure) if load is not None else None
         self._stopping = False
 
     @property
     def base_url(self) -> str:
         """Where clients connect."""
-        return f"http://{join_host_port(bind_ip(self._config.host), self._config.port)}"
+        scheme = "https" if self._config.tls_cert else "http"
+        return f"{scheme}://{join_host_port(bind_ip(self._config.host), self._config.port)}"
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until *stop* is set. ``ConfigError`` when the router cannot start."""
         self._check_ports()
         check_files(self._config)
+        check_certificates(self._config)
+        check_keys(self._config)
         directory = tempfile.mkdtemp(prefix="vllm-extproc-")
         try:
             self._write_files(Path(directory))
@@ -105,8 +123,12 @@ class Launcher:
                         tasks.create_task(self._keep(children, "service", self._start_service)),
                         tasks.create_task(self._keep(children, "envoy", self._start_envoy)),
                     ]
+                    if self._reloading is not None:
+                        keepers.append(tasks.create_task(self._reloading.run()))
                     await stopped
                     self._stopping = True
+                    stop.clear()  # set again by a second signal
+                    await self._step_down(stop, children["service"])
                     await self._drain(stop, children["envoy"])
                     for keeper in keepers:
                         keeper.cancel()
@@ -160,11 +182,20 @@ class Launcher:
                 continue
             log.info("child started", child=name, pid=children[name].pid)
 
+    async def _step_down(self, stop: asyncio.Event, service: Child) -> None:
+        """Let ``/readiness`` fail while requests are still taken; skipped when asked to hurry."""
+        config = self._config
+        log.info(
+            "router stopping", delay_s=config.shutdown_delay_s, grace_s=config.shutdown_grace_s
+        )
+        service.signal(STEP_DOWN)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(config.shutdown_delay_s):
+                await stop.wait()
+
     async def _drain(self, stop: asyncio.Event, envoy: Child) -> None:
         """Let requests under way finish, within the grace time or until asked to hurry."""
-        stop.clear()  # set again by a second signal
         deadline = time.monotonic() + self._config.shutdown_grace_s
-        log.info("router stopping", grace_s=self._config.shutdown_grace_s)
 
         def in_time() -> bool:
             return envoy.running and time.monotonic() < deadline and not stop.is_set()
@@ -256,7 +287,8 @@ class Launcher:
             str(EVENT_FLUSH_MS),
             # One line per request while the service is away, and per refused body, helps nobody.
             "--component-log-level",
-            "ext_proc:error,http:critical",
+            # Nor does Envoy's calling the filter for API keys work in progress, at every change of one.
+            "ext_proc:error,http:critical,misc:error",
         ]
         if config.envoy_concurrency:
             command += ["--concurrency", str(config.envoy_concurrency)]
@@ -274,20 +306,49 @@ class Launcher:
                 " set TMPDIR to a shorter directory"
             )
         self._admin = EnvoyAdmin(Address(path=admin))
-        self._config = msgspec.structs.replace(
-            self._config,
-            grpc_address=f"unix:{directory / 'extproc.sock'}",
-            admin_address=f"unix:{directory / 'admin.sock'}",
-            envoy_admin_address=f"unix:{admin}",
-            envoy_events_dir=str(directory),
-        )
-        config = yaml.safe_dump(msgspec.to_builtins(self._config))
+        self._config = self._placed(self._config)
+        self._write_config()
         grpc = Address.parse(self._config.grpc_address)
-        bootstrap = build_bootstrap(grpc, Address(path=admin), str(directory))
-        for name, text in (("config.yaml", config), ("envoy.yaml", to_yaml(bootstrap))):
-            path = self._directory / name
-            path.touch(mode=0o600)
-            path.write_text(text)
+        bootstrap = build_bootstrap(grpc, Address(path=admin), str(directory), self._limits())
+        path = self._directory / "envoy.yaml"
+        path.touch(mode=0o600)
+        path.write_text(to_yaml(bootstrap))
+
+    def _limits(self) -> EnvoyLimits:
+        memory = self._config.envoy_max_memory or int(memory_bytes() * ENVOY_MEMORY_RATIO)
+        return EnvoyLimits(memory, max_connections())
+
+    def _placed(self, config: Config) -> Config:
+        """Return *config* with the sockets in our directory."""
+        return msgspec.structs.replace(
+            config,
+            grpc_address=f"unix:{self._directory / 'extproc.sock'}",
+            admin_address=f"unix:{self._directory / 'admin.sock'}",
+            envoy_admin_address=f"unix:{self._directory / 'envoy-admin.sock'}",
+            envoy_events_dir=str(self._directory),
+        )
+
+    def _write_config(self) -> None:
+        """Write the configuration that the service reads, and follows: whole, or not at all."""
+        fresh = self._directory / "config.yaml.new"
+        fresh.touch(mode=0o600)
+        fresh.write_text(yaml.safe_dump(msgspec.to_builtins(self._config)))
+        fresh.replace(self._directory / "config.yaml")
+
+    def _reconfigure(self, wanted: Config) -> None:
+        """Hand what of *wanted* can be applied to the service. ``ConfigError`` when it cannot be used."""
+        try:
+            change = plan(self._config, self._placed(wanted))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        check_files(change.config)
+        if not KEY_OPTIONS.isdisjoint(change.changed):
+            check_keys(change.config)
+        if change.held_back:
+            log.warning("options changed that need a restart", options=list(change.held_back))
+        if change.changed:
+            self._config = change.config
+            self._write_config()
 
     def _check_ports(self) -> None:
         config = self._config
@@ -303,14 +364,17 @@ class Launcher:
             check_free(host, config.prometheus_port, "--prometheus-host and --prometheus-port")
 
 
-def run(config: Config) -> int:
-    """Run the router in the foreground until SIGTERM or SIGINT; return the exit status."""
+def run(config: Config, load: Callable[[], Config] | None = None, path: Path | None = None) -> int:
+    """Run the router in the foreground until SIGTERM or SIGINT; return the exit status.
+
+    With *load* the configuration is read again on SIGHUP and when the file *path* changes.
+    """
     raise_open_files()
 
     async def main() -> None:
         stop = asyncio.Event()
         stop_on_signals(stop)
-        await Launcher(config).run(stop)
+        await Launcher(config, load, path).run(stop)
 
     status = 0
     try:

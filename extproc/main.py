@@ -10,35 +10,53 @@ import random
 import signal
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import structlog
 from aiohttp import web
 
+from extproc import reload
 from extproc.access_log import AccessLogService
 from extproc.address import Address
 from extproc.admin import build_admin_app, build_metrics_app
+from extproc.admission import Admission
+from extproc.certificates import files_of, load_certificates
 from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import dns, file, static
 from extproc.discovery.last_known import LastKnown
 from extproc.discovery.names import Names
-from extproc.discovery.updates import Update
+from extproc.discovery.updates import Reset, Update
 from extproc.engine import Memory
 from extproc.envoy_admin import EnvoyAdmin
-from extproc.envoy_settings import envoy_model, registry_settings
+from extproc.envoy_settings import (
+    admission_limits,
+    client_tls,
+    envoy_model,
+    registry_settings,
+    retry_count,
+    unheeded_options,
+)
 from extproc.errors import ConfigError
 from extproc.fleet import Fleet
 from extproc.grpc_health import HealthService
 from extproc.grpc_server import GrpcServer
-from extproc.limits import raise_open_files
+from extproc.key_sources import KeySources
+from extproc.limits import BACKLOG, raise_open_files
 from extproc.metrics import Metrics
+from extproc.named_files import check_files
+from extproc.outcomes import Outcomes
 from extproc.readiness import Readiness
 from extproc.registry import Change, Registry
+from extproc.reloading import Reloading
+from extproc.retry_budget import RetryBudget
 from extproc.router import Router
 from extproc.service import ExtProcService
 from extproc.signals.envoy_events import EnvoyEvents
 from extproc.signals.worker_poll import WorkerPoll
+from extproc.stop import STEP_DOWN
+from extproc.token_validation import TokenValidator
+from extproc.watched_files import watch_files
 from extproc.worker_client import WorkerClient
 from extproc.xds.ads import AdsService
 from extproc.xds.bootstrap import OUTLIER_LOG
@@ -58,10 +76,6 @@ SAVE_S = 0.05
 FORGET_S = 600.0
 """How long the metrics of a worker outlive it: scrapes in between must see its last figures."""
 
-SUSPEND_S = 10.0
-"""How long a worker is left alone whose connections failed, as long as there are others. Requests that find
-it still away are retried elsewhere, so a short time costs little."""
-
 HTTP_SHUTDOWN_S = 2.0
 MAX_HEADER_BYTES = 65536
 MESSAGE_OVERHEAD_BYTES = 2**20
@@ -79,21 +93,31 @@ class Service:
         self.fleet = Fleet(self.registry, time.time)
         policy = self.registry.pools[0].policy
         self.metrics = Metrics(policy.name, self.registry)
-        router = Router(
+        self._budget = RetryBudget(ratio=config.retry_budget_ratio, most=retry_count(config))
+        self.metrics.watch_retries(self._budget)
+        self._router = Router(
             self.registry,
             random.Random(),
             aliases=config.aliases(),
             default_model=config.default_model,
+            no_worker_s=config.no_worker_timeout_secs,
+            budget=self._budget,
         )
         self._extproc = ExtProcService(
-            router,
+            self._router,
             self.metrics,
             ids=random.Random(),
             max_body_bytes=config.max_payload_size,
             max_routed_bytes=config.max_routed_body,
+            admission=Admission(admission_limits(config)),
+            id_headers=[name.lower() for name in config.request_id_headers],
         )
-        self._access_log = AccessLogService(self.metrics, self.registry.url_of, self._on_failed)
+        self._keys = KeySources(config)
+        outcomes = Outcomes(self.fleet, self._budget, self._extproc.look_again)
+        self._access_log = AccessLogService(self.metrics, self.registry.url_of, outcomes)
         self._last_known = LastKnown(_memory_path(config))
+        self._tls = client_tls(config)
+        self._certificates = None if self._tls is None else load_certificates(self._tls)
         self._save_due = False
         sources = self._sources()
         self._static, self._others = sources.pop(STATIC_SOURCE), sources
@@ -107,6 +131,12 @@ class Service:
             tls_server_name=config.worker_tls_server_name,
             tls_insecure=config.worker_tls_insecure,
         )
+        self._validator = TokenValidator(
+            config.api_key_validation_urls,
+            cache_s=config.api_key_validation_cache_secs,
+            timeout_s=config.api_key_validation_timeout_secs,
+            count=self.metrics.count_validation,
+        )
         self._names = Names(self.fleet.on_address, self.fleet.on_unresolved)
         self._poll = WorkerPoll(
             self.fleet,
@@ -115,9 +145,10 @@ class Service:
             rng=random.Random(),
         )
         self.fleet.subscribe(self._on_change)
+        self.fleet.subscribe(self._let_look_again)
         self.fleet.persist = self._save
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: asyncio.Event, reloading: Reloading | None = None) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
         config = self._config
         server = GrpcServer(
@@ -128,12 +159,20 @@ class Service:
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
-        async with self._client, asyncio.TaskGroup() as tasks:
+        async with self._client, self._validator, asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(self._names.run()),
                 tasks.create_task(self._poll.run()),
                 tasks.create_task(self._keep_time()),
+                tasks.create_task(self._keys.run(self._on_keys)),
             ]
+            if reloading is not None:
+                background.append(tasks.create_task(reloading.run()))
+            if self._tls is not None:
+                watched = files_of(self._tls)
+                self._on_certificates()  # it may have changed since it was read
+                following = watch_files(lambda: watched, self._on_certificates)
+                background.append(tasks.create_task(following))
             # Envoy may still be serving for a service that died: it must be told of no fewer workers.
             await self._restore()
             async for update in self._static:
@@ -156,8 +195,9 @@ class Service:
                 readiness=self.readiness,
                 fleet=self.fleet,
                 client=self._client,
-                config=config,
+                config=lambda: self._config,
                 policies=lambda: [pool.policy for pool in self.registry.all_pools()],
+                validator=self._validator,
             )
             runners.append(await _serve_http(app, admin, "--admin-address"))
             if config.prometheus_port:
@@ -165,6 +205,12 @@ class Service:
                 app = build_metrics_app(self.metrics.registry)
                 flags = "--prometheus-host and --prometheus-port"
                 runners.append(await _serve_http(app, metrics, flags))
+            unheeded = unheeded_options(config)
+            if unheeded:
+                log.warning(
+                    "options without effect: envoy doubles its waits and draws each from zero up",
+                    options=unheeded,
+                )
             log.info(
                 "service ready",
                 grpc=config.grpc_address,
@@ -175,13 +221,53 @@ class Service:
             gc.collect()
             gc.freeze()
             await stop.wait()
-            self.readiness.stopping = True
+            await self._step_down()
+            self._extproc.stop()
             log.info("service stopping", in_flight=self._in_flight)
             for task in background:
                 task.cancel()
             await self._drain(server)
             for runner in runners:
                 await runner.cleanup()
+
+    def reconfigure(self, wanted: Config) -> None:
+        """Apply what of *wanted* can be applied. ``ConfigError`` when none of it can be used."""
+        try:
+            change = reload.plan(self._config, wanted)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        config, workers = change.config, change.config.specs()
+        check_files(config)
+        self._keys.configure(config)
+        self._config = config
+        if change.held_back:
+            log.warning("options changed that need a restart", options=list(change.held_back))
+        if not change.changed:
+            return
+        self._client.set_api_key(config.worker_api_key)
+        self._validator.configure(
+            config.api_key_validation_urls,
+            cache_s=config.api_key_validation_cache_secs,
+            timeout_s=config.api_key_validation_timeout_secs,
+        )
+        self._router.configure(aliases=config.aliases(), default_model=config.default_model)
+        self._router.wait_for_workers(config.no_worker_timeout_secs)
+        self._budget.configure(ratio=config.retry_budget_ratio, most=retry_count(config))
+        self._extproc.set_limits(admission_limits(config))
+        self.registry.configure(registry_settings(config))
+        self.fleet.on_update(STATIC_SOURCE, Reset(workers))
+        self._ads.publish(build_snapshot(self._model()))
+        log.info("configuration changed", options=list(change.changed))
+
+    def step_down(self) -> None:
+        """Call ourselves not ready, and serve on."""
+        self.readiness.stopping = True
+
+    async def _step_down(self) -> None:
+        """Call ourselves not ready, and let load balancers notice, unless the launcher has seen to that."""
+        if not self.readiness.stopping:
+            self.step_down()
+            await asyncio.sleep(self._config.shutdown_delay_s)
 
     @property
     def _in_flight(self) -> int:
@@ -249,12 +335,18 @@ class Service:
             self._ads.publish(build_snapshot(self._model()))
         if change.members:
             self._names.want(self.registry.hosts())
+        for url, circuit in change.circuits:
+            self.metrics.count_transition(url, circuit)
         for engine in change.removed:
             asyncio.get_running_loop().call_later(FORGET_S, self._forget, engine.spec.url.url)
         # Together with what else changes in this moment.
         if not self._save_due:
             self._save_due = True
             asyncio.get_running_loop().call_later(SAVE_S, self._save_later)
+
+    def _let_look_again(self, change: Change) -> None:
+        """Let requests that wait for a worker look who is there."""
+        self._extproc.on_workers(name for engine in change.removed for name in engine.names or ())
 
     def _save_later(self) -> None:
         self._save_due = False
@@ -271,19 +363,6 @@ class Service:
         if all(engine.spec.url.url != url for engine in self.registry.engines):
             self.metrics.forget_worker(url)
 
-    def _on_failed(self, endpoint: str) -> None:
-        """Prefer others to a worker that Envoy could not reach."""
-        if self.registry.suspend(endpoint, suspended=True):
-            self.fleet.commit()
-            worker = self.registry.url_of(endpoint)
-            log.warning("worker suspended: it cannot be reached", worker=worker, seconds=SUSPEND_S)
-            asyncio.get_running_loop().call_later(SUSPEND_S, self._resume, endpoint)
-
-    def _resume(self, endpoint: str) -> None:
-        if self.registry.suspend(endpoint, suspended=False):
-            self.fleet.commit()
-            log.info("worker tried again", worker=self.registry.url_of(endpoint))
-
     async def _drain(self, server: GrpcServer) -> None:
         """Take no new streams; end when the last request has, or with the grace time.
 
@@ -296,8 +375,27 @@ class Service:
             await asyncio.sleep(DRAIN_POLL_S)
         await server.stop()
 
+    def _on_certificates(self) -> None:
+        """Serve new connections with what the files hold, if it can be used."""
+        if self._tls is None:
+            return
+        try:
+            found = load_certificates(self._tls)
+        except ConfigError as error:
+            log.error("certificate refused; the one in use stays", reason=str(error))
+            return
+        if found != self._certificates:
+            self._certificates = found
+            self._ads.publish(build_snapshot(self._model()))
+            log.info("certificate changed", file=self._tls.cert_file)
+
+    def _on_keys(self) -> None:
+        self._ads.publish(build_snapshot(self._model()))
+
     def _model(self) -> EnvoyModel:
-        return envoy_model(self._config, self.registry.clusters)
+        return envoy_model(
+            self._config, self.registry.clusters, self._certificates, self._keys.auth
+        )
 
     def _first_endpoints(self) -> dict[str, bytes]:
         """Return the endpoints that a cluster may start with; see ``xds.subscription``."""
@@ -320,8 +418,11 @@ async def _until_all(events: list[asyncio.Event], limit_s: float) -> None:
                 await event.wait()
 
 
-def run(config: Config) -> int:
-    """Run the service in this process until SIGTERM or SIGINT."""
+def run(config: Config, load: Callable[[], Config] | None = None, path: Path | None = None) -> int:
+    """Run the service in this process until SIGTERM or SIGINT.
+
+    With *load* the configuration is read again on SIGHUP and when the file *path* changes.
+    """
     import uvloop
 
     started = time.monotonic()
@@ -333,8 +434,10 @@ def run(config: Config) -> int:
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, stop.set)
         service = Service(config)
+        loop.add_signal_handler(STEP_DOWN, service.step_down)
         log.debug("service built", seconds=round(time.monotonic() - started, 3))
-        await service.run(stop)
+        reloading = Reloading(load, path, service.reconfigure) if load is not None else None
+        await service.run(stop, reloading)
 
     status = 0
     try:
@@ -372,9 +475,9 @@ async def _serve_http(app: web.Application, address: Address, flags: str) -> web
     _remove_stale_socket(address)
     site: web.BaseSite
     if address.path:
-        site = web.UnixSite(runner, address.path)
+        site = web.UnixSite(runner, address.path, backlog=BACKLOG)
     else:
-        site = web.TCPSite(runner, address.host, address.port)
+        site = web.TCPSite(runner, address.host, address.port, backlog=BACKLOG)
     try:
         await site.start()
     except OSError as error:

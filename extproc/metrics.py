@@ -7,17 +7,22 @@ the attempts. Durations are in seconds.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import Counter as Counts
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from extproc.address import WorkerUrl, join_host_port
+from extproc.admission import Admission, Wait
+from extproc.circuit import CircuitState
 from extproc.engine import State
 from extproc.errors import Refusal
 from extproc.registry import Registry
+from extproc.retry_budget import RetryBudget
 
 DECISION_BUCKETS_S = (
     1e-5,
@@ -42,6 +47,9 @@ MAX_WORKERS = 20_000
 """Workers with series of their own; requests of any beyond count under ``OTHER_WORKERS``."""
 
 OTHER_WORKERS = "other"
+
+_CIRCUITS = (CircuitState.CLOSED, CircuitState.OPEN, CircuitState.HALF_OPEN)
+"""In the order of their figures."""
 
 
 class Metrics:
@@ -114,7 +122,45 @@ class Metrics:
             "Envoys that get their configuration from this service.",
             registry=registry,
         )
+        self.queue_wait_seconds = Histogram(
+            "vllm_extproc_queue_wait_seconds",
+            "How long requests waited that had to, for their turn or for a worker, whatever became of them.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
+        self.admitted = Gauge(
+            "vllm_extproc_admitted",
+            "Requests under way, from their headers to the end of their stream, those that wait for a worker"
+            " included.",
+            registry=registry,
+        )
+        self.queue_waiting = Gauge(
+            "vllm_extproc_queue_waiting",
+            "Requests that wait, by what for: to be let in (limit), a worker with room (busy), any worker"
+            " (no_worker).",
+            ["reason"],
+            registry=registry,
+        )
+        self._validations = Counter(
+            "vllm_extproc_token_validations",
+            "Bearer tokens judged, by result; `_cached` when the answer was known already.",
+            ["result"],
+            registry=registry,
+        )
+        self._transitions = Counter(
+            "vllm_extproc_circuit_transitions",
+            "Changes of a worker's circuit, by what it became: open, half_open or closed.",
+            ["worker", "to"],
+            registry=registry,
+        )
         registry.register(_WorkerCollector(workers))
+
+    def watch_admission(self, admission: Admission) -> None:
+        """Show who is under way and who waits."""
+        self.admitted.set_function(lambda: admission.admitted)
+        for reason in Wait:
+            waiting = functools.partial(admission.waiting.__getitem__, reason)
+            self.queue_waiting.labels(reason).set_function(waiting)
 
     def count_request(self, worker: str, code: str) -> None:
         """Count a request that *worker* served, empty when none did."""
@@ -123,12 +169,27 @@ class Metrics:
         self._codes.setdefault(worker, set()).add(code)
         self.requests.labels(worker, code).inc()
 
+    def watch_retries(self, budget: RetryBudget) -> None:
+        """Show what is left of the retry budget."""
+        self.registry.register(_BudgetCollector(budget))
+
+    def count_transition(self, worker: str, circuit: CircuitState) -> None:
+        """Count that the circuit of *worker* has become another."""
+        self._transitions.labels(worker, circuit).inc()
+
+    def count_validation(self, result: str) -> None:
+        """Count a token that was judged."""
+        self._validations.labels(result).inc()
+
     def forget_worker(self, url: str) -> None:
         """Drop the series of a worker that is gone, also those under its address: it was gone by then."""
         worker = WorkerUrl.parse(url)
         for label in (worker.url, join_host_port(worker.host, worker.port)):
             for code in self._codes.pop(label, ()):
                 self.requests.remove(label, code)
+            for circuit in CircuitState:
+                with contextlib.suppress(KeyError):
+                    self._transitions.remove(label, circuit)
 
 
 class _WorkerCollector(Collector):
@@ -178,5 +239,35 @@ class _WorkerCollector(Collector):
         )
         for engine in self._registry.engines:
             healthy.add_metric([engine.key], engine.state is State.HEALTHY)
+        circuits = GaugeMetricFamily(
+            "vllm_extproc_circuit_state",
+            "The worker's circuit: 0 closed, 1 open, 2 half-open.",
+            labels=["worker"],
+        )
+        for engine in self._registry.engines:
+            circuit = engine.circuit
+            figure = 0 if circuit is None else _CIRCUITS.index(circuit.state)
+            circuits.add_metric([engine.key], figure)
         yield states
         yield healthy
+        yield circuits
+
+
+class _BudgetCollector(Collector):
+    """Reads the retry budget when Prometheus asks."""
+
+    def __init__(self, budget: RetryBudget) -> None:
+        self._budget = budget
+
+    def collect(self) -> Iterator[Metric]:
+        exhausted = CounterMetricFamily(
+            "vllm_extproc_retry_budget_exhausted",
+            "Requests that were allowed no retry, the retry budget being used up.",
+        )
+        exhausted.add_metric([], self._budget.exhausted)
+        left = GaugeMetricFamily(
+            "vllm_extproc_retry_budget_tokens", "Retries that the budget allows; below 0: a debt."
+        )
+        left.add_metric([], self._budget.balance)
+        yield exhausted
+        yield left

@@ -3,14 +3,21 @@
 Invariants: ``members`` and ``candidates`` are immutable tuples sorted by ``order``, each swapped by one
 assignment, so a reader never sees half an update; a worker's ``in_flight`` is the number of its
 leases not yet released; a lease is released once, however often it is asked to; a worker that is
-removed keeps its leases.
+removed keeps its leases. Whoever releases a lease tells the admission stage, where others may wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from bisect import bisect_left
+from collections.abc import Collection, Mapping
+from operator import attrgetter
 
 from policies.base import MembershipObserver, Observer, Policy, Request, Worker
+
+NO_LIMIT = sys.maxsize
+
+_order = attrgetter("order")
 
 
 class Lease:
@@ -42,8 +49,10 @@ class Pool:
         "_membership_observer",
         "_observer",
         "_serving",
+        "_tripped",
         "candidates",
         "in_flight",
+        "limited",
         "members",
         "name",
         "policy",
@@ -59,9 +68,12 @@ class Pool:
         """Those that may be picked."""
         self.spread = False
         """Whether the members are in several Envoy clusters."""
+        self.limited = False
+        """Whether any candidate may have only so many requests in flight."""
         self.in_flight = 0
         """Leases out, those on removed workers included."""
         self._serving: Mapping[str, tuple[Worker, ...]] = {}
+        self._tripped: bool | Collection[str] = False
         self._observer = policy if isinstance(policy, Observer) else None
         self._membership_observer = policy if isinstance(policy, MembershipObserver) else None
 
@@ -80,17 +92,41 @@ class Pool:
         self,
         candidates: tuple[Worker, ...],
         serving: Mapping[str, tuple[Worker, ...]] | None = None,
+        *,
+        tripped: bool | Collection[str] = False,
     ) -> None:
         """Let only *candidates* be picked, all of them members and sorted.
 
         *serving*: candidates by model name, for the names that not every candidate serves.
+        *tripped*: whether the circuits of all are open, or for which of these names they are.
         """
         self.candidates = candidates
         self._serving = serving or {}
+        self._tripped = tripped
+        self.look_at_limits()
+
+    def look_at_limits(self) -> None:
+        """Notice whether any candidate has a limit."""
+        self.limited = any(worker.limit < NO_LIMIT for worker in self.candidates)
 
     def candidates_for(self, model: str) -> tuple[Worker, ...]:
         """Return the candidates that serve *model*; all of them for a name that makes no difference."""
         return self._serving.get(model, self.candidates)
+
+    def distinguishes(self, model: str) -> bool:
+        """Tell whether not every candidate serves *model*."""
+        return model in self._serving
+
+    def is_tripped(self, model: str = "") -> bool:
+        """Tell whether the circuits of all who serve *model* are open: there is nothing to wait for."""
+        tripped = self._tripped
+        return tripped if isinstance(tripped, bool) else model in tripped
+
+    def offers(self, worker: Worker, model: str = "") -> bool:
+        """Tell whether *worker* is a candidate for *model*."""
+        found = self.candidates_for(model)
+        position = bisect_left(found, worker.order, key=_order)
+        return position < len(found) and found[position] is worker
 
     def acquire(self, worker: Worker) -> Lease:
         """Count one more request on *worker*."""

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 
 from extproc.discovery.updates import WorkerType
-from extproc.engine import State
+from extproc.engine import PICKABLE, State
 from extproc.registry import Registry
 
 
@@ -66,6 +66,6 @@ class Readiness:
             workers += len(engine.workers) or 1  # one whose name is not resolved has none yet
             if engine.spec.worker_type is not WorkerType.REGULAR:
                 continue  # takes no whole requests
-            if engine.state is State.HEALTHY or (anyone and engine.state is not State.DRAINING):
+            if engine.state in PICKABLE or (anyone and engine.state is not State.DRAINING):
                 available += len(engine.workers)
         return workers, available

@@ -21,7 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import assert_never
 
-from extproc.candidates import Roster, choose, make_roster
+from extproc.breakers import Breakers, follow, send_probe
+from extproc.candidates import Roster, choose, find_tripped, make_roster
+from extproc.circuit import CircuitRules, CircuitState
 from extproc.clusters import (
     RESERVED_NAMES,
     ClusterView,
@@ -36,8 +38,8 @@ from extproc.engine import Engine, Known, Memory, State
 from extproc.errors import WorkerExistsError
 from extproc.model_groups import group_by_models
 from extproc.models import Load, ModelList
-from extproc.pool import Pool
-from extproc.verdicts import Verdicts
+from extproc.pool import NO_LIMIT, Pool
+from extproc.verdicts import Verdict, Verdicts
 from policies.base import Policy, Worker
 
 ADMIN_SOURCE = "admin"
@@ -62,6 +64,9 @@ class Change:
 
     drains: bool = False
     """A drain began or is over."""
+
+    circuits: tuple[tuple[str, CircuitState], ...] = ()
+    """URLs of workers whose circuit is another, and what it is."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +100,12 @@ class Settings:
     global_ranks: bool = False
     """Ranks are numbered over all nodes, not on each."""
 
+    circuits: CircuitRules = dataclasses.field(default_factory=CircuitRules)
+    """When a worker is out for its answers."""
+
+    worker_limit: int = NO_LIMIT
+    """Requests that a worker may have in flight."""
+
     is_router: Callable[[str, int], bool] = lambda _address, _port: False
     """Tells whether clients connect to this router at an address and port."""
 
@@ -113,6 +124,7 @@ class Registry:
         """
         self.settings = settings or Settings()
         self.verdicts = Verdicts()
+        self.breakers = Breakers(self.settings.circuits)
         self.pools: tuple[Pool, ...] = (Pool(DEFAULT_POOL, make_policy()),)
         """The pools; the first takes the requests that name no model."""
 
@@ -136,6 +148,9 @@ class Registry:
 
         self._make_policy = make_policy
         self._remembered: dict[str, Known] = {}
+        self._resumes: dict[str, float] = {}
+        """When the circuits of an earlier run are tried again, by key of a worker."""
+
         self._sources: dict[str, dict[str, WorkerSpec]] = {ADMIN_SOURCE: {}}
         self._masked: set[str] = set()
         self._drained: frozenset[str] = frozenset()
@@ -216,6 +231,12 @@ class Registry:
 
     # --- what happens
 
+    def configure(self, settings: Settings) -> None:
+        """Judge and group by other *settings* from the next commit on."""
+        self.settings = settings
+        self.breakers.configure(settings.circuits)
+        self._members_changed = True
+
     def restore(self, memory: Memory, now: float, *, sources: Collection[str]) -> None:
         """Begin with what an earlier run knew, until the *sources* of this one have spoken.
 
@@ -224,6 +245,7 @@ class Registry:
         """
         self._remembered = {known.spec.key: known for known in memory.engines}
         self._masked = set(memory.removed)
+        self._resumes = {known.spec.key: known.resumes_at for known in memory.engines}
         self._sources |= {source: {} for source in sources}
         pools = {pool.name: pool for pool in self.pools}
         for known in memory.engines:
@@ -363,7 +385,8 @@ class Registry:
     def on_events(self, changed: Iterable[tuple[str, str]]) -> None:
         """Learn that Envoy's verdict on these endpoints is another; a worker that returns is asked again."""
         for cluster, endpoint in changed:
-            good = self.verdicts.get(cluster, endpoint).good
+            self._stale = True  # one that is ejected may be down now, too
+            good = self.verdicts.get(cluster, endpoint).passing
             for engine in self._by_endpoint.get(endpoint, ()):
                 if engine.cluster != cluster or not good or not self.settings.asks_models:
                     continue
@@ -371,6 +394,11 @@ class Registry:
                 returns = engine.state in (State.UNHEALTHY, State.EJECTED)
                 if returns or (engine.state is State.STARTING and engine.models_unread):
                     engine.introduced = False
+
+    def on_probe(self, worker: Worker) -> None:
+        """Learn that a request goes to *worker*, which is on probation: no other may, to any of its ranks."""
+        for engine in self._by_endpoint.get(worker.endpoint, ()):
+            send_probe(engine, self.settings.worker_limit)
 
     def suspend(self, endpoint: str, *, suspended: bool) -> bool:
         """Prefer others to the worker at *endpoint*, or no longer; tell whether that changed anything."""
@@ -389,11 +417,13 @@ class Registry:
         members_changed = self._members_changed
         if members_changed:
             self._members_changed = False
-            removed = self._rebuild()
+            removed = self._rebuild(now)
             # What Envoy's log said late of an endpoint that has just come back is about its earlier life.
             self.verdicts.keep(_endpoints_in(self.clusters))
+        open_circuits = self._tend_circuits(now)
         moved = self._move()
         states, drains = self._judge(now)
+        self.waits |= open_circuits
         if members_changed or moved or states or drains or self._stale:
             self._stale = False
             self._choose_candidates()
@@ -405,7 +435,10 @@ class Registry:
             self.verdicts.keep(_endpoints_in(self.clusters) & _endpoints_in(clusters))
             self.clusters = clusters
         self._let_go()
-        return Change(members_changed, clusters_changed, tuple(states), tuple(removed), drains)
+        circuits = tuple((self.url_of(e), state) for e, state in self.breakers.transitions())
+        return Change(
+            members_changed, clusters_changed, tuple(states), tuple(removed), drains, circuits
+        )
 
     def good_endpoints(self) -> set[tuple[str, str]]:
         """Return cluster and endpoint of every worker that Envoy is known to find healthy."""
@@ -467,7 +500,7 @@ class Registry:
             engine.rank_slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         return engine
 
-    def _rebuild(self) -> list[Engine]:
+    def _rebuild(self, now: float) -> list[Engine]:
         """Make workers, pools and their members anew; return the engines that are gone."""
         known = {worker.url: worker for pool in self._live_pools() for worker in pool.members}
         weights = {worker.url: worker.weight for worker in known.values()}
@@ -494,6 +527,7 @@ class Registry:
         self.retired = tuple(pool for pool in (*self.retired, *before) if pool not in current)
         self._rosters = {pool: self._rosters[pool] for pool in current}
         self._index()
+        self._connect(now)
         for worker in known.values():
             if worker.in_flight and worker.order not in self._by_order:
                 self._departed[worker.url, worker.endpoint] = worker
@@ -501,6 +535,15 @@ class Registry:
         removed = [engine for engine in self._seen if self._engines.get(engine.key) is not engine]
         self._seen = tuple(self._engines.values())
         return removed
+
+    def _connect(self, now: float) -> None:
+        """Give the engines their circuits."""
+        self.breakers.keep(self._by_endpoint.keys())
+        for engine in self._engines.values():
+            engine.circuit = None
+        for engine in self._placed:
+            circuit = engine.circuit = self.breakers.circuit(engine.endpoint)
+            circuit.restore(self._resumes.pop(engine.key, 0.0), now)
 
     def _live_pools(self) -> tuple[Pool, ...]:
         return (*self.pools, *self.role_pools)
@@ -664,15 +707,24 @@ class Registry:
                 pool.look_at_clusters()
         return moved
 
+    def _verdict_on(self, engine: Engine) -> Verdict | None:
+        if not self.settings.follows_envoy:
+            return None
+        return self.verdicts.get(engine.cluster, engine.endpoint)
+
+    def _tend_circuits(self, now: float) -> bool:
+        """Bring circuits up to date, before workers move; tell whether any is not closed."""
+        limit = self.settings.worker_limit
+        tended = [follow(e, self._verdict_on(e), now, limit) for e in self._placed]
+        return any(tended)
+
     def _judge(self, now: float) -> tuple[list[Engine], bool]:
         """Derive all states; return whose changed, and whether a drain began or is over."""
         settings = self.settings
         changed = []
         drains = waits = False
         for engine in self._engines.values():
-            verdict = None
-            if settings.follows_envoy:
-                verdict = self.verdicts.get(engine.cluster, engine.endpoint)
+            verdict = self._verdict_on(engine)
             was_draining = engine.state is State.DRAINING
             if engine.judge(verdict, now, startup_s=settings.startup_s):
                 changed.append(engine)
@@ -688,7 +740,11 @@ class Registry:
             candidates, serving = choose(
                 roster, try_unhealthy=settings.try_unhealthy, lora_any=settings.lora_any
             )
-            pool.set_candidates(candidates, serving)
+            tripped = find_tripped(roster, serving, self._is_down)
+            pool.set_candidates(candidates, serving, tripped=tripped)
+
+    def _is_down(self, engine: Engine) -> bool:
+        return self.verdicts.get(engine.cluster, engine.endpoint).down
 
     def _view_clusters(self) -> tuple[ClusterView, ...]:
         settings = self.settings

@@ -6,14 +6,17 @@ import dataclasses
 import json
 import random
 from bisect import bisect_left
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from operator import attrgetter
 
+from extproc.absent_models import AbsentModels
+from extproc.admission import Place, Wait
 from extproc.errors import Refusal, refusal_message
 from extproc.json_edit import replace_top_level
 from extproc.model_name import model_name
 from extproc.pool import Pool
 from extproc.registry import Registry
+from extproc.retry_budget import RetryBudget
 from policies.base import BodyChooser, Policy, Request, Worker
 
 _order = attrgetter("order")
@@ -25,6 +28,9 @@ MAX_NAMES_SHOWN = 50
 """Models that an error names."""
 
 MAX_NAME_SHOWN_CHARS = 128
+
+_UNREAD = "\0unread"
+"""Stands for a model that only workers may serve of whose models nothing is known."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +51,9 @@ class Refused:
     detail: str = ""
     """A sentence for the client that says more than the refusal's own."""
 
+    retry_after_s: int | None = None
+    """When the client should ask again; None: nothing is known of that."""
+
     @property
     def message(self) -> str:
         """What the client is told."""
@@ -55,19 +64,39 @@ Decision = Routed | Refused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """Nobody can take the request now; somebody may in a moment."""
+
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Destination:
     """Who may serve a request."""
 
     pool: Pool
     workers: tuple[Worker, ...]
-    model: str = ""
+    instead: str = ""
     """The model to ask for instead of the one that was asked for; empty: no change."""
+
+    model: str = ""
+    """The model that is served; empty: any."""
 
 
 class Router:
     """Finds the pool of a request and applies its policy. Decides synchronously and does no I/O."""
 
-    __slots__ = ("_aliases", "_chooser", "_default_model", "_registry", "_rng", "policy")
+    __slots__ = (
+        "_absent",
+        "_aliases",
+        "_budget",
+        "_chooser",
+        "_default_model",
+        "_registry",
+        "_rng",
+        "_waits",
+        "policy",
+    )
 
     def __init__(
         self,
@@ -76,24 +105,58 @@ class Router:
         *,
         aliases: Mapping[str, str] | None = None,
         default_model: str = "",
+        no_worker_s: float = 0.0,
+        budget: RetryBudget | None = None,
     ) -> None:
         """Make a router.
 
         *aliases*: names that clients use for models, replaced in the body. *default_model*: serves requests
-        for models that nobody serves, and those that name none.
+        for models that nobody serves, and those that name none. *no_worker_s*: how long requests may wait while
+        there is no worker; 0: they are refused at once. *budget*: of retries; None: Envoy's own suffices.
         """
         self._registry = registry
+        self._budget = budget
         self._aliases = aliases or {}
         self._default_model = default_model
         self._rng = rng
+        self._waits = no_worker_s > 0
+        self._absent = AbsentModels(no_worker_s)
         # All pools have policies of one kind.
         self.policy: Policy = registry.pools[0].policy
         self._chooser = self.policy if isinstance(self.policy, BodyChooser) else None
 
+    def configure(self, *, aliases: Mapping[str, str], default_model: str) -> None:
+        """Use other names for models from the next request on."""
+        self._aliases = aliases
+        self._default_model = default_model
+
+    def wait_for_workers(self, no_worker_s: float) -> None:
+        """Let requests wait so long while there is no worker, from the next one on."""
+        self._waits = no_worker_s > 0
+        self._absent.keep_s = no_worker_s
+
+    def on_workers(self, removed: Iterable[str], now: float) -> None:
+        """Learn that workers changed, and the names of the models that removed ones served."""
+        self._absent.removed(removed, now)
+        self._absent.settle(self._is_served)
+
+    @property
+    def no_worker(self) -> Place | None:
+        """Where every request waits, as long as nobody may be picked for any; None: somebody may, or must."""
+        if not self._waits:
+            return None
+        pools = self._registry.pools
+        if any(pool.candidates or pool.is_tripped() for pool in pools):
+            return None
+        return Place(Wait.NO_WORKER)
+
+    def _is_served(self, model: str) -> bool:
+        return self._registry.pool_of(model) is not None
+
     @property
     def reads_model(self) -> bool:
         """Whether the model that a request names makes a difference."""
-        return bool(self._aliases) or not self._registry.uniform
+        return bool(self._aliases) or not self._registry.uniform or bool(self._absent)
 
     @property
     def needs_body(self) -> bool:
@@ -109,33 +172,76 @@ class Router:
         return self._chooser is None or self._chooser.wants_body(headers)
 
     def decide(
-        self, request: Request, now: float, *, subset: Collection[str] | None = None
-    ) -> Decision:
+        self,
+        request: Request,
+        now: float,
+        *,
+        subset: frozenset[str] | None = None,
+        ahead: Container[Place] = (),
+    ) -> Decision | Held:
         """Pick a worker and its fallbacks for *request*.
 
         *subset*: the endpoints that a gateway allows for this request, as ``ip:port`` or ``ip``
         (any port); None allows all (Endpoint Picker Protocol 004, subset hint).
+        *ahead*: where others wait who came first. A request that is held may be asked about again.
         """
-        body = None
+        instead = model = ""
         if self.reads_model:
-            found = self._destination(request)
-            if isinstance(found, Refused):
+            found = self._destination(request, now)
+            if not isinstance(found, _Destination):
                 return found
-            pool, workers = found.pool, found.workers
-            if found.model:
-                body = self._rename(request, found.model)
+            pool, workers, instead, model = found.pool, found.workers, found.instead, found.model
         else:
             pool = self._registry.pools[0]
             workers = pool.candidates
         if subset is not None:
             workers = tuple(w for w in workers if _allowed(w, subset))
         if not workers:
-            return Refused(Refusal.NO_WORKER)
+            if not self._waits or pool.is_tripped(model):
+                return Refused(Refusal.NO_WORKER)
+            return Held(_place(Wait.NO_WORKER, pool, model, subset))
+        others = workers
+        if pool.limited:
+            workers = tuple(w for w in others if w.in_flight < w.limit)
+            place = _place(Wait.BUSY, pool, model, subset)
+            if not workers or place in ahead:
+                return Held(place)
+        body = self._rename(request, instead) if instead else None
+        picked = self._pick(pool, workers, others, request, now)
+        pool.on_sent(picked[0], request, now)
+        return Routed(pool, picked, body)
 
+    def grant_retries(self, decision: Routed, now: float) -> int | None:
+        """Learn that the request goes where *decision* says, and return how many retries it may have.
+
+        None: as many as Envoy has been told.
+        """
+        registry, budget = self._registry, self._budget
+        first = decision.workers[0]
+        if first.probation:
+            registry.on_probe(first)
+        if budget is None:
+            return None
+        in_flight = sum(pool.in_flight for pool in registry.all_pools())
+        sound = registry.breakers.any_sound(decision.pool.candidates)
+        granted = budget.grant(in_flight, now, sound=sound)
+        return None if granted == budget.most else granted
+
+    def _pick(
+        self,
+        pool: Pool,
+        workers: tuple[Worker, ...],
+        others: tuple[Worker, ...],
+        request: Request,
+        now: float,
+    ) -> tuple[Worker, ...]:
+        """Return one of *workers* and those that may take over from it; *others* too when need be."""
         policy = pool.policy
         first = policy.pick(request, workers, now=now, rng=self._rng)
         picked: tuple[Worker, ...] = (first,)
         workers = _without(workers, first)
+        if pool.limited:
+            workers = _fallbacks(workers, others, first)
         if pool.spread:  # a retry stays within the Envoy cluster
             workers = tuple(w for w in workers if w.cluster == first.cluster)
         while workers and len(picked) < MAX_ENDPOINTS:
@@ -143,11 +249,14 @@ class Router:
             workers = _without(workers, fallback)
             if all(fallback.endpoint != worker.endpoint for worker in picked):
                 picked += (fallback,)
-        pool.on_sent(first, request, now)
-        return Routed(pool, picked, body)
+        return picked
 
-    def _destination(self, request: Request) -> _Destination | Refused:
+    def _destination(  # noqa: PLR0911  one line per rule
+        self, request: Request, now: float
+    ) -> _Destination | Refused | Held:
         """Find who serves the model that *request* names."""
+        if self._absent:
+            self._absent.expire(now)
         registry = self._registry
         content = request.content
         asked = model_name(
@@ -155,21 +264,24 @@ class Router:
         )
         if not asked:
             pool = registry.pool_of(self._default_model) or registry.pools[0]
-            return _Destination(pool, pool.candidates_for(self._default_model))
+            workers = pool.candidates_for(self._default_model)
+            return _Destination(pool, workers, model=self._default_model)
         model = self._aliases.get(asked, asked)
         instead = model if model != asked else ""
         serving = registry.pool_of(model)
         if serving is not None:
-            return _Destination(serving, serving.candidates_for(model), instead)
+            return _Destination(serving, serving.candidates_for(model), instead, model)
+        default = registry.pool_of(self._default_model)
+        if model in self._absent and default is None and not registry.unread_candidates():
+            return Held(Place(Wait.NO_WORKER, model=model))
         if len(registry.pools) == 1:  # the worker judges
             return _Destination(registry.pools[0], registry.pools[0].candidates, instead)
-        default = registry.pool_of(self._default_model)
         if default is not None:
             workers = default.candidates_for(self._default_model)
-            return _Destination(default, workers, self._default_model)
+            return _Destination(default, workers, self._default_model, self._default_model)
         unread = registry.unread_candidates()
         if unread:
-            return _Destination(registry.pools[0], unread, instead)
+            return _Destination(registry.pools[0], unread, instead, _UNREAD)
         return Refused(Refusal.MODEL_NOT_FOUND, self._not_found(asked))
 
     def _not_found(self, model: str) -> str:
@@ -206,6 +318,22 @@ class Router:
             if elsewhere:
                 return policy.pick(request, elsewhere, now=now, rng=self._rng)
         return fallback
+
+
+def _place(kind: Wait, pool: Pool, model: str, subset: frozenset[str] | None) -> Place:
+    apart = model == _UNREAD or pool.distinguishes(model)
+    return Place(kind, pool, model if apart else "", subset)
+
+
+def _fallbacks(
+    free: tuple[Worker, ...], others: tuple[Worker, ...], first: Worker
+) -> tuple[Worker, ...]:
+    """Return who may take over from *first*: workers that have room, any when none has.
+
+    Never one that is on probation: it gets one request at a time, and this would be another.
+    """
+    found = tuple(worker for worker in free if not worker.probation)
+    return found or tuple(w for w in others if w is not first and not w.probation)
 
 
 def _allowed(worker: Worker, subset: Collection[str]) -> bool:

@@ -85,6 +85,29 @@ def _add_router_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="its admin API key; better set VLLM_EXTPROC_ADMIN_API_KEY: a process list shows flags",
     )
+    parser.add_argument(
+        "--router-ca-file",
+        default="",
+        metavar="FILE",
+        help="certificates (PEM) that vouch for an https router; default: those of the system",
+    )
+    parser.add_argument(
+        "--router-tls-insecure",
+        action="store_true",
+        help="take any certificate of an https router; for tests",
+    )
+    parser.add_argument(
+        "--router-client-cert",
+        default="",
+        metavar="FILE",
+        help="certificate (PEM) to show to a router that asks its clients for one",
+    )
+    parser.add_argument(
+        "--router-client-key",
+        default="",
+        metavar="FILE",
+        help="its private key (PEM); default: it stands in the same file",
+    )
 
 
 def _add_timeout(parser: argparse.ArgumentParser, meaning: str) -> None:

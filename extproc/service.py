@@ -1,15 +1,18 @@
-"""The ext_proc shell: drives one ``Exchange`` per call and counts what it decides."""
+"""The ext_proc shell: drives one ``Exchange`` per call, wakes those that wait, counts what is decided."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 from google.protobuf.message import DecodeError
 
+from extproc.admission import Admission, Limits
 from extproc.errors import ProtocolError
-from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, Exchange
+from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, REQUEST_ID_HEADER, Exchange
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
@@ -17,6 +20,13 @@ from extproc.router import Refused, Router
 from protos.ext_proc_pb2 import ProcessingRequest
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+
+SLICE = 64
+"""Waiting requests that are looked at before anything else gets its turn: a few milliseconds."""
+
+LOOK_AGAIN_S = 0.25
+"""Whoever waits looks again after this time though nothing was announced, such as a worker that has
+been left alone for long enough."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,12 +42,20 @@ class ExtProcService:
         ids: random.Random,
         max_body_bytes: int,
         max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
+        admission: Admission | None = None,
+        id_headers: Sequence[str] = (REQUEST_ID_HEADER,),
     ) -> None:
+        """*admission*: who may go on, None: everybody. See ``Exchange`` for the others."""
         self.metrics = metrics
+        self.admission = admission or Admission()
+        self.id_headers = tuple(id_headers)
         self._router = router
         self._ids = ids
         self._max_body_bytes = max_body_bytes
         self._max_routed_bytes = max_routed_bytes
+        self._turn: asyncio.Handle | None = None
+        self._look: asyncio.TimerHandle | None = None
+        metrics.watch_admission(self.admission)
 
     def methods(self) -> dict[str, Method]:
         """Return what a server registers."""
@@ -50,17 +68,74 @@ class ExtProcService:
             ids=self._ids,
             max_body_bytes=self._max_body_bytes,
             max_routed_bytes=self._max_routed_bytes,
+            admission=self.admission,
+            id_headers=self.id_headers,
         )
-        return _Process(call, exchange, self.metrics)
+        return _Process(call, exchange, self)
+
+    def set_limits(self, limits: Limits) -> None:
+        """Use other *limits* from now on."""
+        self.admission.configure(limits)
+        self.wake()
+
+    def on_workers(self, removed: Iterable[str] = ()) -> None:
+        """Learn that workers changed, and the names of the models that removed ones served."""
+        self._router.on_workers(removed, time.monotonic())
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Let whoever waits look again."""
+        if self.admission.places:
+            self.admission.stir()
+            self.wake()
+
+    def stop(self) -> None:
+        """Refuse who waits; nobody waits from now on."""
+        self.admission.stopping = True
+        for ticket in self.admission.tickets():
+            owner = ticket.owner
+            if isinstance(owner, _Process):
+                owner.give_up()
+        for handle in (self._turn, self._look):
+            if handle is not None:
+                handle.cancel()
+
+    def wake(self) -> None:
+        """Give whoever may go on its turn, as soon as what is being done is done."""
+        if self._turn is None and self.admission.ready:
+            self._turn = asyncio.get_running_loop().call_soon(self._take_turns)
+
+    def keep_looking(self) -> None:
+        """Look again after a while, as long as anybody waits."""
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._on_look)
+
+    def _on_look(self) -> None:
+        self._look = None
+        if self.admission.places:
+            self.look_again()
+            self.keep_looking()
+
+    def _take_turns(self) -> None:
+        self._turn = None
+        for _ in range(SLICE):
+            ticket = self.admission.next()
+            if ticket is None:
+                return
+            owner = ticket.owner
+            if isinstance(owner, _Process):
+                owner.resume()
+        self.wake()
 
 
 class _Process:
-    __slots__ = ("_call", "_exchange", "_metrics")
+    __slots__ = ("_call", "_exchange", "_service", "_timer")
 
-    def __init__(self, call: Call, exchange: Exchange, metrics: Metrics) -> None:
+    def __init__(self, call: Call, exchange: Exchange, service: ExtProcService) -> None:
         self._call = call
         self._exchange = exchange
-        self._metrics = metrics
+        self._service = service
+        self._timer: asyncio.TimerHandle | None = None
 
     def on_message(self, message: bytes) -> None:
         exchange = self._exchange
@@ -69,32 +144,112 @@ class _Process:
         try:
             answers = exchange.receive(ProcessingRequest.FromString(message), started)
         except (ProtocolError, DecodeError) as error:
-            self._metrics.stream_errors.labels("protocol").inc()
-            log.warning("ext_proc message refused", reason=cap(str(error)))
-            # Never end with OK here: Envoy takes that for "continue without me", always.
-            self._call.finish(Status.INVALID_ARGUMENT, cap(str(error)))
+            self._refuse(error)
             return
-        except Exception:
-            self._metrics.stream_errors.labels("internal").inc()
-            log.exception("ext_proc stream failed")
-            self._call.finish(Status.INTERNAL, "internal error")
+        except Exception:  # noqa: BLE001 - one stream's fault must not end the others
+            self._fail()
             return
         if undecided and exchange.decision is not None:
-            self._observe(time.monotonic() - started)
+            self._observe(started)
         for answer in answers:
             self._call.send(answer)
+        if exchange.waiting is not (self._timer is not None):
+            if exchange.waiting:
+                self._begin_to_wait(started)
+            else:
+                self._end_wait()
 
     def on_end(self) -> None:
         self._call.finish()
 
     def on_close(self) -> None:
-        self._exchange.close(time.monotonic())
+        service, exchange = self._service, self._exchange
+        left = exchange.waiting
+        exchange.close(time.monotonic())
+        if left:
+            self._end_wait()
+            self._observe_wait()
+        if service.admission.places:
+            service.wake()
 
-    def _observe(self, duration_s: float) -> None:
-        metrics = self._metrics
-        metrics.decision_seconds.observe(duration_s)
+    def resume(self) -> None:
+        """Try to go on: it is this one's turn."""
+        self._go_on(self._exchange.resume)
+
+    def give_up(self) -> None:
+        """Answer that it has waited long enough, or that nobody may wait any more."""
+        self._go_on(self._exchange.give_up)
+
+    def _go_on(self, step: Callable[[float], list[bytes]]) -> None:
+        exchange = self._exchange
+        ticket = exchange.ticket
+        if ticket is None or not exchange.waiting:
+            return
+        place = ticket.place
+        started = time.monotonic()
+        try:
+            answers = step(started)
+        except (ProtocolError, DecodeError) as error:  # of a message that was kept meanwhile
+            self._end_wait()
+            self._refuse(error)
+            self._call.flush()
+            return
+        except Exception:  # noqa: BLE001 - see above
+            self._end_wait()
+            self._fail()
+            self._call.flush()
+            return
+        if ticket.place is not place:
+            self._end_wait()
+            if exchange.waiting:
+                self._begin_to_wait(started)
+        if exchange.decision is not None:
+            self._observe(started)
+        for answer in answers:
+            self._call.send(answer)
+        if answers:
+            self._call.flush()
+
+    def _begin_to_wait(self, now: float) -> None:
+        ticket = self._exchange.ticket
+        if ticket is None:
+            return
+        ticket.owner = self
+        delay = max(ticket.deadline - now, 0.0)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_deadline)
+        self._service.keep_looking()
+
+    def _end_wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_deadline(self) -> None:
+        self._timer = None
+        self.give_up()
+
+    def _refuse(self, error: Exception) -> None:
+        self._service.metrics.stream_errors.labels("protocol").inc()
+        log.warning("ext_proc message refused", reason=cap(str(error)))
+        # Never end with OK here: Envoy takes that for "continue without me", always.
+        self._call.finish(Status.INVALID_ARGUMENT, cap(str(error)))
+
+    def _fail(self) -> None:
+        self._service.metrics.stream_errors.labels("internal").inc()
+        log.exception("ext_proc stream failed")  # noqa: LOG004 - called where it was caught
+        self._call.finish(Status.INTERNAL, "internal error")
+
+    def _observe(self, started: float) -> None:
+        metrics = self._service.metrics
+        metrics.decision_seconds.observe(time.monotonic() - started)
         decision = self._exchange.decision
         if isinstance(decision, Refused):
             metrics.refused[decision.refusal].inc()
         else:
             metrics.routed.inc()
+        self._observe_wait()
+
+    def _observe_wait(self) -> None:
+        ticket = self._exchange.ticket
+        if ticket is not None:
+            self._service.metrics.queue_wait_seconds.observe(ticket.waited_s)

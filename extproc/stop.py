@@ -1,10 +1,13 @@
-"""SIGTERM and SIGINT as an event."""
+"""The signals that end a program, or prepare its end."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
 from types import FrameType
+
+STEP_DOWN = signal.SIGUSR1
+"""Tells the service that the router is going to stop: it calls itself not ready, and serves on."""
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:

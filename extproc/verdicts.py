@@ -43,6 +43,11 @@ class Verdict:
         return self.ejection if self.ejected else self.failure
 
     @property
+    def down(self) -> bool:
+        """Whether it seems not to be there, rather than to answer with errors."""
+        return self.passing is False or self.ejection == _UNREACHABLE
+
+    @property
     def good(self) -> bool:
         """Whether requests may go there."""
         return self.passing is True and not self.ejected
@@ -119,10 +124,11 @@ _FAILURES = {
     "NETWORK_TIMEOUT": "it did not answer in time",
     "PASSIVE": "it asked to be left alone",
 }
+_UNREACHABLE = "connections failed in a row"
 _EJECTIONS = {
     "CONSECUTIVE_5XX": "errors in a row (5xx)",
     "CONSECUTIVE_GATEWAY_FAILURE": "gateway errors in a row (502, 503, 504)",
-    "CONSECUTIVE_LOCAL_ORIGIN_FAILURE": "connections failed in a row",
+    "CONSECUTIVE_LOCAL_ORIGIN_FAILURE": _UNREACHABLE,
 }
 
 

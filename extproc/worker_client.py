@@ -56,10 +56,14 @@ class WorkerClient:
         tls_server_name: str = "",
         tls_insecure: bool = False,
     ) -> None:
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.set_api_key(api_key)
         self._tls_server_name = tls_server_name
         self._tls = _tls_context(ca_file, insecure=tls_insecure)
         self._session: aiohttp.ClientSession | None = None
+
+    def set_api_key(self, api_key: str) -> None:
+        """Show workers *api_key* from the next request on; nothing when it is empty."""
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(

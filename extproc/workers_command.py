@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from extproc.admin_client import AdminClient, RouterError, plain
+from extproc.admin_client import AdminClient, RouterError, RouterTls, plain
 from extproc.config import environment_secret
 from extproc.router_arguments import ADD_WAIT_S
 from extproc.workers_table import build_table, format_plain
@@ -24,7 +24,14 @@ def client_of(parsed: argparse.Namespace) -> AdminClient:
     """Return a client of the router that the arguments name."""
     key = parsed.admin_api_key
     return AdminClient(
-        parsed.router_url, environment_secret("admin_api_key") if key is None else key
+        parsed.router_url,
+        environment_secret("admin_api_key") if key is None else key,
+        RouterTls(
+            ca_file=parsed.router_ca_file,
+            insecure=parsed.router_tls_insecure,
+            client_cert=parsed.router_client_cert,
+            client_key=parsed.router_client_key,
+        ),
     )
 
 

@@ -19,6 +19,7 @@ STYLES = {
     "starting": "cyan",
     "draining": "yellow",
     "ejected": "red",
+    "half_open": "yellow",
     "unhealthy": "bold red",
 }
 """By state."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import sys
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -44,6 +45,12 @@ class Worker:
 
     rank: int | None = None
     """Data-parallel rank of the engine, when each of its ranks is a worker; else None."""
+
+    limit: int = sys.maxsize
+    """Requests that it may have in flight; the router offers it to policies only while it has fewer."""
+
+    probation: bool = False
+    """Whether its circuit is half-open: it serves one request at a time and no retries of others."""
 
     cluster: str = ""
     """The Envoy cluster that holds the endpoint. The picks for one request stay within one."""

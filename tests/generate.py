@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from extproc.address import Address
-from extproc.cli import shown_default
+from extproc.cli import option_groups, shown_default
 from extproc.clusters import ClusterView, EndpointView
 from extproc.config import Config
 from extproc.envoy_settings import envoy_model
@@ -73,15 +73,19 @@ def configuration() -> str:
 
 
 def options_table() -> str:
-    """Return one row for each field of ``Config``."""
+    """Return one row for each field of ``Config``, in a table for each group of them."""
     registry.load_builtin()  # defaults of policy options stand in the policies
-    rows = ["| Flag | Default | Meaning |", "|---|---|---|"]
+    rows = []
     hints = typing.get_type_hints(Config, include_extras=True)
-    for field in msgspec.structs.fields(Config):
-        flag = f"--{field.name.replace('_', '-')}"
-        meaning = _description(hints[field.name]).replace("|", "\\|")
-        rows.append(f"| `{flag}` | {_default(field)} | {meaning} |")
-    return "\n".join([*rows, ""])
+    for title, fields in option_groups().items():
+        heading = f"### {title[0].upper()}{title[1:]}"
+        rows += [heading, "", "| Flag | Default | Meaning |", "|---|---|---|"]
+        for field in fields:
+            flag = f"--{field.name.replace('_', '-')}"
+            meaning = _description(hints[field.name]).replace("|", "\\|")
+            rows.append(f"| `{flag}` | {_default(field)} | {meaning} |")
+        rows.append("")
+    return "\n".join(rows)
 
 
 def standalone() -> str:

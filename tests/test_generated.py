@@ -18,7 +18,7 @@ def test_generated_file_is_up_to_date(path):
 
 def test_every_option_has_a_row_with_its_default():
     """Flag, default, meaning; nothing is left out."""
-    rows = generate.options_table().splitlines()[2:]
+    rows = [r for r in generate.options_table().splitlines() if r.startswith("| `")]
 
     assert len(rows) == len(Config.__struct_fields__)
     assert "| `--port` | `30000` | Port on which Envoy serves clients. |" in rows

@@ -9,13 +9,20 @@ class ApiError(Exception):
     """A request that is answered with an error; *message* is for the caller to read."""
 
     def __init__(
-        self, status: int, message: str, *, kind: str | None = None, param: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.kind = kind or _kind(status)
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def body(self) -> bytes:
         """Return the JSON document of the error."""

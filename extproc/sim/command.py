@@ -83,6 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail-first-n", type=int, default=faults.fail_first_n, metavar="N")
     parser.add_argument("--status-code", type=int, default=faults.status_code, metavar="C")
     parser.add_argument(
+        "--retry-after", type=int, metavar="SECONDS", help="said in Retry-After of failed requests"
+    )
+    parser.add_argument(
         "--random-fail-rate", type=float, default=faults.random_fail_rate, metavar="R"
     )
     parser.add_argument(
@@ -93,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--reset-after", type=int, metavar="K", help="tokens after which it is reset"
+    )
+    parser.add_argument(
+        "--slowdown",
+        type=float,
+        default=faults.slowdown,
+        metavar="F",
+        help="take F times as long for each token",
     )
     parser.add_argument(
         "--health-status", type=int, default=faults.health_status, metavar="C", help="of /health"
@@ -150,10 +160,12 @@ def build_config(args: argparse.Namespace) -> SimConfig:
         faults=Faults(
             fail_first_n=args.fail_first_n,
             status_code=args.status_code,
+            retry_after_s=args.retry_after,
             random_fail_rate=args.random_fail_rate,
             crash_on_request=args.crash_on_request,
             stall_after=args.stall_after,
             reset_after=args.reset_after,
+            slowdown=args.slowdown,
             health_status=args.health_status,
         ),
     )

@@ -118,7 +118,10 @@ class Dispatcher:
                 await self._spoil(exchange)
             return await route.handler(exchange)
         except ApiError as error:
-            return self._replies.json(error.body(), status=error.status)
+            response = self._replies.json(error.body(), status=error.status)
+            if error.retry_after_s is not None:
+                response.headers["Retry-After"] = str(error.retry_after_s)
+            return response
         except TooManyTokensError as error:
             return self._replies.json(invalid(str(error)).body(), status=HTTPStatus.BAD_REQUEST)
         except EngineStoppedError as error:
@@ -134,7 +137,10 @@ class Dispatcher:
             case Verdict.SERVE:
                 return
             case Verdict.FAIL:
-                raise ApiError(self._faults.faults.status_code, "simulated failure")
+                faults = self._faults.faults
+                raise ApiError(
+                    faults.status_code, "simulated failure", retry_after_s=faults.retry_after_s
+                )
             case Verdict.CRASH:
                 log.warning("crashing on request", path=exchange.request.path)
                 self._crash()

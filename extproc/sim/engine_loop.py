@@ -17,6 +17,12 @@ from extproc.sim.work import Choice, Work
 MAX_LAG_S = 0.1
 """How far the engine may fall behind the clock and still catch up by shorter waits, in real seconds."""
 
+MIN_IDLE_S = 1e-6
+"""Shortest timer, in real seconds: a shorter one might not move a clock, and the engine would spin."""
+
+MAX_PAUSE_S = 0.1
+"""How long the engine may sleep until it sees that its slowdown has changed, in real seconds."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -88,18 +94,20 @@ class Generation:
 class EngineLoop:
     """Drives *engine*; *speed* is simulated seconds per second, 0 for no waiting at all.
 
-    An engine with a fixed pace runs in real time whatever *speed* is.
+    An engine with a fixed pace runs in real time whatever *speed* is. A slowdown lets the engine's own
+    time pass more slowly from there on: what is under way is stretched, and nothing is due twice.
     """
 
     def __init__(
         self, engine: Engine, *, speed: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.engine = engine
-        self._speed = 1.0 if engine.paced else speed
+        self._full_speed = self._speed = 1.0 if engine.paced else speed
         # a fixed pace keeps its own schedule, and without waiting there is nothing to catch up with
         self._catch_up_s = 0.0 if engine.paced else MAX_LAG_S * speed
         self._clock = clock  # not the event loop's: uvloop counts in milliseconds
         self._origin = clock()
+        self._origin_s = 0.0
         self._ids = itertools.count(1)
         self._owners: dict[int, tuple[Generation, Choice]] = {}
         self._wake = asyncio.Event()
@@ -107,7 +115,13 @@ class EngineLoop:
 
     def now(self) -> float:
         """Return the engine's time, in simulated seconds."""
-        return (self._clock() - self._origin) * (self._speed or 1.0)
+        return self._origin_s + (self._clock() - self._origin) * (self._speed or 1.0)
+
+    def set_slowdown(self, factor: float) -> None:
+        """Let everything take *factor* times as long as at full speed, from this moment on."""
+        self._origin_s, self._origin = self.now(), self._clock()
+        self._speed = self._full_speed / factor
+        self._wake.set()  # what is due next is due at another time
 
     def start(self) -> None:
         """Start the loop task."""
@@ -170,8 +184,11 @@ class EngineLoop:
                 self._deliver(event)
 
     async def _pause(self, until: float) -> None:
-        delay_s = (until - self.now()) / self._speed if self._speed else 0.0
-        await asyncio.sleep(max(delay_s, 0.0))
+        while True:
+            delay_s = (until - self.now()) / self._speed if self._speed else 0.0
+            await asyncio.sleep(min(max(delay_s, 0.0), MAX_PAUSE_S))
+            if delay_s <= MAX_PAUSE_S:
+                return
 
     async def _idle(self, until: float | None) -> None:
         """Wait for a request, an abort, or engine time *until*."""
@@ -179,7 +196,8 @@ class EngineLoop:
             await self._wake.wait()
             return
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(max(until - self.now(), 0.0) / (self._speed or 1.0), self._wake.set)
+        delay_s = max((until - self.now()) / (self._speed or 1.0), MIN_IDLE_S)
+        timer = loop.call_later(delay_s, self._wake.set)
         try:
             await self._wake.wait()
         finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from extproc.sim.exchange import Exchange
 from extproc.sim.faults import FaultPlan, Faults, Verdict
@@ -10,8 +11,10 @@ from extproc.sim.faults import FaultPlan, Faults, Verdict
 class FaultSwitch:
     """Holds the faults in force and wakes what they hold up when they change."""
 
-    def __init__(self, faults: Faults, *, seed: int) -> None:
+    def __init__(self, faults: Faults, *, seed: int, set_slowdown: Callable[[float], None]) -> None:
         self._plan = FaultPlan(faults, random.Random(seed))
+        self._set_slowdown = set_slowdown
+        set_slowdown(faults.slowdown)
         self._changed = asyncio.Event()
 
     @property
@@ -22,6 +25,7 @@ class FaultSwitch:
     def set(self, faults: Faults) -> None:
         """Put *faults* in force; stalled streams go on if these do not stall them."""
         self._plan.replace(faults)
+        self._set_slowdown(faults.slowdown)
         self._changed.set()
         self._changed = asyncio.Event()
 

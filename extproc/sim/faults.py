@@ -5,6 +5,8 @@ import random
 
 import msgspec
 
+MAX_SLOWDOWN = 1_000_000
+
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The faults in force; the defaults do nothing. ``POST /_sim/faults`` takes any of the fields."""
@@ -15,6 +17,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     status_code: int = 500
     """HTTP status of a failed request, 400 to 599."""
 
+    retry_after_s: int | None = None
+    """Seconds that a failed request names in ``Retry-After``; None: it names none."""
+
     random_fail_rate: float = 0.0
     """Share of the inference requests to fail, 0 to 1, drawn from the seeded generator."""
 
@@ -23,6 +28,10 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     stall_after: int | None = None
     """Output tokens after which a stream stops but stays open; None never stalls."""
+
+    slowdown: float = 1.0
+    """How many times as long the engine takes for each token, the first one too, also of requests that it
+    has already. 1: nothing is slowed. An engine that does not wait at all (``speed`` 0) has nothing to stretch."""
 
     reset_after: int | None = None
     """Output tokens after which a stream's TCP connection is reset; None never does."""
@@ -41,11 +50,19 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f"status_code must be 400 to 599, got {self.status_code!r}")
         if not 0 <= self.random_fail_rate <= 1:
             raise ValueError(f"random_fail_rate must be 0 to 1, got {self.random_fail_rate!r}")
+        if not 1 <= self.slowdown <= MAX_SLOWDOWN:
+            raise ValueError(f"slowdown must be 1 to {MAX_SLOWDOWN}, got {self.slowdown!r}")
         for field in ("health_status", "models_status"):
             status = getattr(self, field)
             if not 200 <= status <= 599:
                 raise ValueError(f"{field} must be 200 to 599, got {status!r}")
-        for field in ("fail_first_n", "crash_on_request", "stall_after", "reset_after"):
+        for field in (
+            "fail_first_n",
+            "crash_on_request",
+            "retry_after_s",
+            "stall_after",
+            "reset_after",
+        ):
             value = getattr(self, field)
             if value is not None and value < 0:
                 raise ValueError(f"{field} must be >= 0, got {value!r}")

@@ -70,6 +70,11 @@ class Ranks:
         for rank in self._ranks:
             rank.engine_loop.start()
 
+    def set_slowdown(self, factor: float) -> None:
+        """Let every engine take *factor* times as long."""
+        for rank in self._ranks:
+            rank.engine_loop.set_slowdown(factor)
+
     async def stop(self) -> None:
         """Stop every engine; generations still in them fail."""
         for rank in self._ranks:

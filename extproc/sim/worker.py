@@ -56,7 +56,9 @@ class SimWorker:
         self.recorder = Recorder(config.record)
         self.crashed = asyncio.Event()
         """Set when a fault made the worker die."""
-        self._faults = FaultSwitch(config.faults, seed=config.seed)
+        self._faults = FaultSwitch(
+            config.faults, seed=config.seed, set_slowdown=self.ranks.set_slowdown
+        )
         self._gate = Gate(
             root_path=config.root_path,
             api_key=config.api_key,
@@ -165,6 +167,10 @@ class SimWorker:
     def reset_midstream(self, *, after: int = 0) -> None:
         """Reset the connection of each stream after *after* tokens, of those already open too."""
         self.set_faults(reset_after=after)
+
+    def slow_down(self, factor: float) -> None:
+        """Take *factor* times as long for each token, of requests already begun too."""
+        self.set_faults(slowdown=factor)
 
     def set_health(self, status: int) -> None:
         """Let ``/health`` answer *status*."""

@@ -5,6 +5,7 @@ Plain YAML work, without the xDS classes: the launcher starts fast.
 
 from __future__ import annotations
 
+import dataclasses
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,21 @@ def read_shipped(name: str) -> str:
     return (Path(__file__).parents[2] / "envoy" / name).read_text()
 
 
-def build_bootstrap(grpc: Address, envoy_admin: Address, events_dir: str = "") -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnvoyLimits:
+    """What Envoy may use of its machine."""
+
+    memory_bytes: int
+    connections: int
+    """Of clients; each stream takes one to a worker besides."""
+
+
+def build_bootstrap(
+    grpc: Address, envoy_admin: Address, events_dir: str = "", limits: EnvoyLimits | None = None
+) -> dict[str, Any]:
     """Return the shipped bootstrap with the service's and Envoy's own admin address put in.
 
-    *events_dir*: where Envoy logs ejections; empty: nowhere.
+    *events_dir*: where Envoy logs ejections; empty: nowhere. *limits*: None leaves those of the file.
     """
     bootstrap: dict[str, Any] = yaml.safe_load(read_shipped("bootstrap.yaml"))
     shipped_admin = bootstrap["admin"]["address"]
@@ -43,6 +55,10 @@ def build_bootstrap(grpc: Address, envoy_admin: Address, events_dir: str = "") -
         log["event_log_path"] = f"{events_dir}/{OUTLIER_LOG}"
     else:
         del bootstrap["cluster_manager"]
+    if limits is not None:
+        memory, connections = bootstrap["overload_manager"]["resource_monitors"]
+        memory["typed_config"]["max_heap_size_bytes"] = limits.memory_bytes
+        connections["typed_config"]["max_active_downstream_connections"] = limits.connections
     assignment = extproc_cluster(bootstrap)["load_assignment"]
     assignment["endpoints"][0]["lb_endpoints"][0]["endpoint"]["address"] = plain_address(grpc)
     return bootstrap

@@ -10,6 +10,7 @@ from __future__ import annotations
 from envoy_data_plane.envoy.config.cluster.v3 import (
     CircuitBreakers,
     CircuitBreakersThresholds,
+    CircuitBreakersThresholdsRetryBudget,
     Cluster,
     ClusterCommonLbConfig,
     ClusterDiscoveryType,
@@ -27,6 +28,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptions as CommonHttpProtocolOptions,
 )
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
+from envoy_data_plane.envoy.extensions.load_balancing_policies.common.v3 import SlowStartConfig
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
     OverrideHost,
@@ -35,6 +37,7 @@ from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 
 from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
     HttpProtocolOptions,
     HttpProtocolOptionsExplicitHttpConfig,
+    HttpProtocolOptionsOutlierDetection,
 )
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
 from envoy_data_plane.envoy.type.v3 import Percent
@@ -43,8 +46,9 @@ from envoy_data_plane.google.protobuf import Any
 from extproc.clusters import ClusterView
 from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
 from extproc.xds.endpoint import build_endpoints
-from extproc.xds.health_check import build_health_check, build_outlier_detection
+from extproc.xds.health_check import build_health_check
 from extproc.xds.model import ADMIN_CLUSTER, UNROUTED_CLUSTER, EnvoyModel
+from extproc.xds.outlier_detection import build_error_matcher, build_outlier_detection
 from extproc.xds.rank_header import build_rank_filters
 from extproc.xds.wire import from_ads, load_assignment, seconds
 from extproc.xds.worker_tls import build_socket_matches, tls_addresses
@@ -60,6 +64,10 @@ KEEPALIVE_PROBES = 3
 
 UNLIMITED = 2**31
 """Envoy's default of 1024 connections and requests is far below what workers hold open."""
+
+MIN_RETRY_CONCURRENCY = 100
+"""Retries under way that Envoy allows however few requests are: it only sees the moment. What they come to
+over time the service bounds, request by request (``retry_budget``)."""
 
 TRY_PANIC_PERCENT = 1
 """Share of healthy workers below which health is ignored: none at all."""
@@ -86,6 +94,16 @@ def build_fixed_clusters(model: EnvoyModel) -> list[Cluster]:
             type=ClusterDiscoveryType.STATIC,
             connect_timeout=seconds(CONNECT_TIMEOUT_S),
             load_assignment=load_assignment(ADMIN_CLUSTER, [model.admin_address]),
+            # Tokens that are known are asked about here, too, while others wait for an auth service that hangs.
+            circuit_breakers=CircuitBreakers(
+                thresholds=[
+                    CircuitBreakersThresholds(
+                        max_connections=UNLIMITED,
+                        max_pending_requests=UNLIMITED,
+                        max_requests=UNLIMITED,
+                    )
+                ]
+            ),
         )
     ]
     if model.fail_closed:
@@ -106,7 +124,7 @@ def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool =
         name=view.name,
         connect_timeout=seconds(CONNECT_TIMEOUT_S),
         load_balancing_policy=LoadBalancingPolicy(
-            policies=[_policy("override_host", _by_metadata())]
+            policies=[_policy("override_host", _by_metadata(model.slow_start_s))]
         ),
         circuit_breakers=CircuitBreakers(
             thresholds=[
@@ -114,7 +132,10 @@ def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool =
                     max_connections=UNLIMITED,
                     max_pending_requests=UNLIMITED,
                     max_requests=UNLIMITED,
-                    max_retries=UNLIMITED,
+                    retry_budget=CircuitBreakersThresholdsRetryBudget(
+                        budget_percent=Percent(value=100 * model.retries.budget_ratio),
+                        min_retry_concurrency=MIN_RETRY_CONCURRENCY,
+                    ),
                 )
             ]
         ),
@@ -124,11 +145,13 @@ def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool =
             update_merge_window=seconds(MERGE_WINDOW_S),
         ),
         health_checks=[build_health_check(model.health, view.path, model.events_dir)],
-        outlier_detection=build_outlier_detection(),
+        outlier_detection=build_outlier_detection(model.breaker),
         # Else Envoy keeps a worker that was removed until a check of it fails.
         ignore_health_on_host_removal=True,
         transport_socket_matches=build_socket_matches(model.tls, tls_addresses(view)),
-        typed_extension_protocol_options={HTTP_OPTIONS: Any.pack(_http_options(ranks=view.ranked))},
+        typed_extension_protocol_options={
+            HTTP_OPTIONS: Any.pack(_http_options(model, ranks=view.ranked))
+        },
         upstream_connection_options=UpstreamConnectionOptions(
             # A host that vanishes says nothing: without this its streams hang until the idle timeout.
             tcp_keepalive=TcpKeepalive(
@@ -147,13 +170,16 @@ def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool =
     return cluster
 
 
-def _by_metadata() -> OverrideHost:
+def _by_metadata(slow_start_s: float) -> OverrideHost:
+    fallback = LeastRequest()
+    if slow_start_s:
+        fallback.slow_start_config = SlowStartConfig(slow_start_window=seconds(slow_start_s))
     return OverrideHost(
         override_host_sources=[
             OverrideHostOverrideHostSource(metadata=_metadata_key(ENDPOINT_KEY))
         ],
         selected_host_key=_metadata_key(SERVED_KEY),
-        fallback_policy=LoadBalancingPolicy(policies=[_policy("least_request", LeastRequest())]),
+        fallback_policy=LoadBalancingPolicy(policies=[_policy("least_request", fallback)]),
     )
 
 
@@ -169,8 +195,8 @@ def _policy(name: str, config: OverrideHost | LeastRequest) -> LoadBalancingPoli
     )
 
 
-def _http_options(*, ranks: bool) -> HttpProtocolOptions:
-    return HttpProtocolOptions(
+def _http_options(model: EnvoyModel, *, ranks: bool) -> HttpProtocolOptions:
+    options = HttpProtocolOptions(
         common_http_protocol_options=CommonHttpProtocolOptions(
             idle_timeout=seconds(WORKER_IDLE_TIMEOUT_S)
         ),
@@ -179,3 +205,7 @@ def _http_options(*, ranks: bool) -> HttpProtocolOptions:
         ),
         http_filters=build_rank_filters() if ranks else [],
     )
+    matcher = build_error_matcher(model.breaker)
+    if matcher is not None:
+        options.outlier_detection = HttpProtocolOptionsOutlierDetection(error_matcher=matcher)
+    return options

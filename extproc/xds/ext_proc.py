@@ -25,12 +25,11 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.exchange import (
-    CLUSTER_HEADER,
-    ENDPOINT_KEY,
     METADATA_NAMESPACE,
     RANK_HEADER,
     RANK_NAMESPACE,
     REQUEST_ID_HEADER,
+    RETRY_AFTER_HEADER,
     SUBSET_NAMESPACE,
 )
 from extproc.xds.bootstrap import EXTPROC_CLUSTER
@@ -39,14 +38,19 @@ from extproc.xds.wire import seconds
 
 FILTER_NAME = "envoy.filters.http.ext_proc"
 
+MAX_WAIT_S = 3600.0
+"""The longest that a request may wait for an answer of the service: Envoy takes no longer one."""
+
 MUTABLE_HEADERS = (
-    CLUSTER_HEADER,
+    # CLUSTER_HEADER, ENDPOINT_KEY, MAX_RETRIES_HEADER; Envoy takes no client's own
+    "x-(router|gateway|envoy-max)-[a-z-]+",
     REQUEST_ID_HEADER,
-    ENDPOINT_KEY,
     RANK_HEADER,
-    "content-type",  # of our own answers
-    "content-length",  # of a body in which a model's alias was replaced
+    "content-(type|length)",  # of our own answers, and of a body in which a model's alias was replaced
+    RETRY_AFTER_HEADER,
 )
+"""What the service may set, as expressions. Envoy refuses one whose compiled program has more than 100 parts,
+about one for each character."""
 
 _SEND = ProcessingModeHeaderSendMode.SEND
 _SKIP = ProcessingModeHeaderSendMode.SKIP
@@ -64,6 +68,7 @@ def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
         failure_mode_allow=True,
         processing_mode=_processing_mode(model, read_body=read_body),
         message_timeout=seconds(model.decision_timeout_s),
+        max_message_timeout=seconds(MAX_WAIT_S),
         allow_mode_override=not model.full_duplex,
         route_cache_action=ExternalProcessorRouteCacheAction.DEFAULT,
         forward_rules=HeaderForwardingRules(

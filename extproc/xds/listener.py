@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from envoy_data_plane.envoy.config.common.mutation_rules.v3 import (
-    HeaderMutation as HeaderMutationRule,
-)
-from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutationRemoveOnMatch
 from envoy_data_plane.envoy.config.core.v3 import (
     Http1ProtocolOptions,
     Http2ProtocolOptions,
     HttpProtocolOptions,
-    TypedExtensionConfig,
 )
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.route.v3 import RouteConfiguration
@@ -23,46 +18,46 @@ from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v
     HttpFilter,
     Rds,
 )
-from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutation.v3 import (
-    HeaderMutation,
-)
-from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.address import Address
-from extproc.xds.access_log import build_access_log
+from extproc.xds.access_log import build_access_log, build_attempts_log
 from extproc.xds.body_size_limit import build_body_size_limit
+from extproc.xds.client_tls import build_transport_socket
+from extproc.xds.cors import build_cors
 from extproc.xds.ext_proc import build_ext_proc
+from extproc.xds.extensions import build_extensions
+from extproc.xds.header_hygiene import build_early_hygiene, build_header_hygiene
 from extproc.xds.local_reply import build_local_replies
 from extproc.xds.model import LISTENER_NAME, ROUTES_NAME, EnvoyModel
+from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT, build_slot
 from extproc.xds.wire import envoy_address, from_ads, seconds
 
-ROUTING_HEADER_PREFIXES = ("x-router-", "x-gateway-", "x-envoy-")
-"""Removed from a client's request before anything reads it."""
-
 REQUEST_HEADERS_TIMEOUT_S = 10.0
-CONNECTION_IDLE_TIMEOUT_S = 3600.0
+HANDSHAKE_TIMEOUT_S = 10.0
+"""For TLS; Envoy would wait for ever for a client that says nothing."""
+
+CONNECTION_IDLE_TIMEOUT_S = 300.0
+"""For connections without a request; longer than load balancers and clients keep theirs."""
+
 BACKLOG = 4096
 
 
 def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) -> Listener:
-    """Return the listener; *routes* are put inside instead of coming from RDS."""
+    """Return the listener; with *routes*, they and all filters stand inside instead of coming over xDS."""
+    static = routes is not None
     manager = HttpConnectionManager(
         stat_prefix=LISTENER_NAME,
         codec_type=HttpConnectionManagerCodecType.AUTO,
-        http_filters=[
-            build_body_size_limit(model.max_payload_bytes),
-            build_ext_proc(model),
-            _router(),
-        ],
+        http_filters=_filters(model, static=static),
         upgrade_configs=[
             HttpConnectionManagerUpgradeConfig(
                 upgrade_type="websocket",
                 # A filter that buffers the body hangs an upgrade (Envoy issue 47081).
-                filters=[build_ext_proc(model, read_body=False), _router()],
+                filters=_filters(model, static=static, read_body=False),
             )
         ],
-        early_header_mutation_extensions=[_remove_routing_headers()],
+        early_header_mutation_extensions=[build_early_hygiene()],
         local_reply_config=build_local_replies(fail_closed=model.fail_closed),
         access_log=[build_access_log()],
         # An id that Envoy invents before the pick would be taken for a session key.
@@ -93,6 +88,9 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
             )
         ]
     )
+    if model.client_tls is not None:
+        chain.transport_socket = build_transport_socket(model.client_tls, static=static)
+        chain.transport_socket_connect_timeout = seconds(HANDSHAKE_TIMEOUT_S)
     return Listener(
         name=LISTENER_NAME,
         address=envoy_address(Address(host=model.host, port=model.port)),
@@ -101,23 +99,27 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
     )
 
 
+def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list[HttpFilter]:
+    """Return what a request passes, in order; without *read_body* (protocol upgrades) nothing waits for a body."""
+    slots = {name: build_slot(name) for name in (AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT)}
+    if static:
+        slots = {
+            extension.name: HttpFilter(name=extension.name, typed_config=extension.typed_config)
+            for extension in build_extensions(model, static=True)
+        }
+    return [
+        build_header_hygiene(model.request_id_headers),
+        build_cors(),
+        slots[AUTH_SLOT],
+        slots[RATE_SLOT],
+        *([build_body_size_limit(model.max_payload_bytes)] if read_body else []),
+        build_ext_proc(model, read_body=read_body),
+        slots[WORKER_KEY_SLOT],
+        _router(),
+    ]
+
+
 def _router() -> HttpFilter:
     # Keeps x-envoy-* headers, which tell timings and attempts, from workers and clients.
-    config = Router(suppress_envoy_headers=True)
+    config = Router(suppress_envoy_headers=True, upstream_log=[build_attempts_log()])
     return HttpFilter(name="envoy.filters.http.router", typed_config=Any.pack(config))
-
-
-def _remove_routing_headers() -> TypedExtensionConfig:
-    config = HeaderMutation(
-        mutations=[
-            HeaderMutationRule(
-                remove_on_match=HeaderMutationRemoveOnMatch(
-                    key_matcher=StringMatcher(prefix=prefix)
-                )
-            )
-            for prefix in ROUTING_HEADER_PREFIXES
-        ]
-    )
-    return TypedExtensionConfig(
-        name="envoy.http.early_header_mutation.header_mutation", typed_config=Any.pack(config)
-    )

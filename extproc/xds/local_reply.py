@@ -7,8 +7,9 @@ away. Its texts name addresses and internals; these do not. Answers that this se
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from envoy_data_plane.envoy.config.accesslog.v3 import (
     AccessLogFilter,
@@ -23,6 +24,9 @@ from envoy_data_plane.envoy.config.accesslog.v3 import (
 )
 from envoy_data_plane.envoy.config.core.v3 import (
     DataSource,
+    HeaderValue,
+    HeaderValueOption,
+    HeaderValueOptionHeaderAppendAction,
     RuntimeUInt32,
     SubstitutionFormatString,
 )
@@ -36,6 +40,8 @@ from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.errors import Refusal, error_body, refusal_message
+from extproc.xds.header_hygiene import FRESH_ID, REQUEST_ID_HEADER
+from extproc.xds.locked_out import DETAILS as LOCKED_OUT
 from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, UNROUTED_CLUSTER
 
 SERVICE_AWAY = json.dumps(
@@ -43,75 +49,177 @@ SERVICE_AWAY = json.dumps(
 )
 OWN_DETAILS_PREFIX = "router_"
 
+_Action = HeaderValueOptionHeaderAppendAction
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EnvoyError:
+    """How one kind of Envoy's own answers is worded."""
+
+    status: int
+    """Of the answer, as Envoy gives it; for ``request_failed`` one of several."""
+
+    code: str
+    message: str
+    when: AccessLogFilter
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    replaces_status: bool = False
+    """Whether Envoy gives it another status."""
+
+
+def envoy_errors() -> tuple[EnvoyError, ...]:
+    """Return all kinds; of those that match an answer, the first words it. ``docs/errors.md`` lists them."""
+    return (*_errors_of_requests(), *_errors_of_access(), *_errors_of_workers())
+
+
+def _errors_of_requests() -> Iterator[EnvoyError]:
+    yield EnvoyError(
+        413,
+        Refusal.PAYLOAD_TOO_LARGE,
+        refusal_message(Refusal.PAYLOAD_TOO_LARGE),
+        _both(_status(413), _not_ours()),
+    )
+    yield EnvoyError(
+        431,
+        "request_header_fields_too_large",
+        "The request headers are larger than this router accepts.",
+        # With the headers that the router adds they are more than Envoy takes: 503, says Envoy.
+        _either(_status(431), _details("details == 'header_mutation_result_exceeds_limit'")),
+        replaces_status=True,
+    )
+    yield EnvoyError(
+        408,
+        "request_timeout",
+        "The request did not arrive in time.",
+        _both(_status(408), _not_ours()),
+    )
+    yield EnvoyError(
+        426,
+        "http_version_not_supported",
+        "This router speaks HTTP/1.1 and HTTP/2.",
+        _status(426),
+    )
+    yield EnvoyError(
+        501,
+        "transfer_encoding_not_supported",
+        "This router takes no transfer encoding but chunked.",
+        _both(_status(501), _not_ours()),
+    )
+    yield EnvoyError(
+        403,
+        "upgrade_not_supported",
+        "This router lets connections be upgraded to WebSocket and to nothing else.",
+        _details("details == 'upgrade_failed'"),
+    )
+
+
+def _errors_of_access() -> Iterator[EnvoyError]:
+    yield EnvoyError(
+        503,
+        "router_unavailable",
+        "The router's key for workers is not there yet. Retry later.",
+        _details("details == 'failed_to_inject_credential'"),
+        replaces_status=True,
+    )
+    yield EnvoyError(
+        401,
+        "invalid_api_key",
+        "The name and password of a user are missing or wrong.",
+        _both(_status(401), _details("details.endsWith('basic_auth')")),
+        {"www-authenticate": 'Basic realm="vllm-extproc"'},
+    )
+    yield EnvoyError(
+        401,
+        "invalid_api_key",
+        "The API key or token is missing, wrong or expired. Send it as Authorization: Bearer KEY.",
+        _both(_status(401), _not_ours()),
+        {"www-authenticate": "Bearer"},
+    )
+    yield EnvoyError(
+        403,
+        "permission_denied",
+        "The token was not issued for this router.",
+        _both(_status(403), _not_ours()),
+        {"www-authenticate": "Bearer"},
+    )
+    yield EnvoyError(
+        503,
+        "auth_unavailable",
+        "The router cannot check API keys or tokens at the moment. Retry later.",
+        _details(f"(details.startsWith('ext_authz') || details == '{LOCKED_OUT}')"),
+    )
+    yield EnvoyError(
+        429,
+        "rate_limit_exceeded",
+        "Too many requests in this time. Retry after the seconds that the header retry-after names.",
+        _both(_status(429), _not_ours()),
+    )
+    yield EnvoyError(
+        503,
+        "router_overloaded",
+        "The router has no memory left for more requests. Retry later.",
+        _details("details.startsWith('overload')"),
+        {"retry-after": "1"},
+        replaces_status=True,  # Envoy's HTTP/1.1 codec says 500
+    )
+
+
+def _errors_of_workers() -> Iterator[EnvoyError]:
+    yield EnvoyError(
+        503,
+        "router_unavailable",
+        "The router cannot choose a worker at the moment. Retry later.",
+        _either(
+            _details("details.startsWith('ext_proc_error')"),
+            _matching(f"xds.cluster_name == '{UNROUTED_CLUSTER}'"),
+        ),
+    )
+    yield EnvoyError(
+        503,
+        "router_unavailable",
+        "The router's service is away. Retry later.",
+        _both(_matching(f"xds.cluster_name == '{ADMIN_CLUSTER}'"), _server_error()),
+    )
+    yield EnvoyError(
+        503, Refusal.NO_WORKER, refusal_message(Refusal.NO_WORKER), _flags("UH", "NC", "NFCF")
+    )
+    yield EnvoyError(
+        504,
+        "upstream_timeout",
+        "The worker did not answer in time.",
+        _flags("UT", "SI", "DT", "UMSDR"),
+    )
+    yield EnvoyError(
+        502,
+        "worker_answer_invalid",
+        "The worker's answer is not valid HTTP.",
+        _both(_status(502), _flags("UPE")),
+    )
+    yield EnvoyError(
+        503,
+        "worker_connection_failed",
+        "The connection to the worker failed before it answered. Retry later.",
+        _flags("UF", "UC", "UR", "LR", "URX", "UO", "UPE", "DF"),
+    )
+    yield EnvoyError(404, "not_found", "There is nothing at this path.", _flags("NR"))
+    yield EnvoyError(
+        400, "bad_request", "The request is not valid HTTP.", _both(_status(400), _not_ours())
+    )
+    yield EnvoyError(
+        500,
+        "request_failed",
+        "The router could not pass on this request.",
+        _both(_server_error(), _not_ours()),
+    )
+    yield EnvoyError(400, "request_failed", "The router does not take this request.", _not_ours())
+
 
 def build_local_replies(*, fail_closed: bool) -> LocalReplyConfig:
     """Return the mappers; the first that matches words the answer."""
     return LocalReplyConfig(
         mappers=[
             *_probe_replies(fail_closed=fail_closed),
-            _mapper(
-                _status(413),
-                413,
-                Refusal.PAYLOAD_TOO_LARGE,
-                refusal_message(Refusal.PAYLOAD_TOO_LARGE),
-            ),
-            _mapper(
-                _status(431),
-                431,
-                "request_header_fields_too_large",
-                "The request headers are larger than this router accepts.",
-            ),
-            _mapper(
-                _either(
-                    _details("details.startsWith('ext_proc_error')"),
-                    _matching(f"xds.cluster_name == '{UNROUTED_CLUSTER}'"),
-                ),
-                503,
-                "router_unavailable",
-                "The router cannot choose a worker at the moment. Retry later.",
-            ),
-            _mapper(
-                _both(_matching(f"xds.cluster_name == '{ADMIN_CLUSTER}'"), _server_error()),
-                503,
-                "router_unavailable",
-                "The router's service is away. Retry later.",
-            ),
-            _mapper(
-                _flags("UH", "NC", "NFCF"),
-                503,
-                Refusal.NO_WORKER,
-                refusal_message(Refusal.NO_WORKER),
-            ),
-            _mapper(
-                _flags("UT", "SI", "DT", "UMSDR"),
-                504,
-                "upstream_timeout",
-                "The worker did not answer in time.",
-            ),
-            _mapper(
-                _flags("UF", "UC", "UR", "LR", "URX", "UO", "UPE", "DF"),
-                503,
-                "worker_connection_failed",
-                "The connection to the worker failed before it answered. Retry later.",
-            ),
-            _mapper(
-                _either(_flags("DPE", "IH"), _both(_status(400), _not_ours())),
-                400,
-                "bad_request",
-                "The request is not valid HTTP.",
-            ),
-            _mapper(
-                _both(_server_error(), _not_ours()),
-                500,
-                "request_failed",
-                "The router could not pass on this request.",
-            ),
-            _mapper(
-                _not_ours(),
-                400,
-                "request_failed",
-                "The router does not take this request.",
-            ),
+            *(_mapper(error) for error in envoy_errors()),
         ]
     )
 
@@ -124,7 +232,7 @@ def _probe_replies(*, fail_closed: bool) -> list[ResponseMapper]:
     away = [_away(path) for path in PROBE_PATHS]
     if fail_closed:
         text = "The router's service is away."
-        return [_mapper(condition, 503, "router_unavailable", text) for condition in away]
+        return [_mapper(EnvoyError(503, "router_unavailable", text, when)) for when in away]
     return [
         ResponseMapper(
             filter=condition,
@@ -146,14 +254,29 @@ def _away(path: str) -> AccessLogFilter:
     )
 
 
-def _mapper(condition: AccessLogFilter, status: int, code: str, message: str) -> ResponseMapper:
-    body = error_body(status, code, message).replace("%", "%%")
-    return ResponseMapper(
-        filter=condition,
+def _mapper(error: EnvoyError) -> ResponseMapper:
+    body = error_body(error.status, error.code, error.message).replace("%", "%%")
+    mapper = ResponseMapper(
+        filter=error.when,
         body_format_override=SubstitutionFormatString(
             text_format_source=DataSource(inline_string=body), content_type="application/json"
         ),
+        headers_to_add=[
+            _header(name, value, _Action.OVERWRITE_IF_EXISTS_OR_ADD)
+            for name, value in error.headers.items()
+        ]
+        # What is no HTTP passes no filter that would give its answer an id.
+        + [_header(REQUEST_ID_HEADER, FRESH_ID, _Action.ADD_IF_ABSENT)],
     )
+    if error.replaces_status:
+        mapper.status_code = error.status
+    return mapper
+
+
+def _header(
+    name: str, value: str, action: HeaderValueOptionHeaderAppendAction
+) -> HeaderValueOption:
+    return HeaderValueOption(header=HeaderValue(key=name, value=value), append_action=action)
 
 
 def _status(code: int, op: ComparisonFilterOp = ComparisonFilterOp.EQ) -> AccessLogFilter:

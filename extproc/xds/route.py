@@ -11,29 +11,31 @@ from collections.abc import Iterator
 
 from envoy_data_plane.envoy.config.core.v3 import RuntimeFractionalPercent
 from envoy_data_plane.envoy.config.route.v3 import (
+    DirectResponseAction,
     HeaderMatcher,
-    RetryPolicy,
-    RetryPolicyRetryBackOff,
-    RetryPolicyRetryHostPredicate,
     Route,
     RouteAction,
     RouteConfiguration,
     RouteMatch,
     VirtualHost,
 )
-from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
-from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
-from envoy_data_plane.google.protobuf import Any
 
 from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
+from extproc.xds.client_auth import credentials_to_remove
+from extproc.xds.cors import build_cors_policy
 from extproc.xds.ext_proc import build_disabled
 from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
+from extproc.xds.retry import build_retry_policy
+from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT, build_slot_off
 from extproc.xds.wire import seconds
 
-ADMIN_PATHS = (
-    "/finish_session",
-    "/health_generate",
+OPEN_PATHS = ("/finish_session", "/health_generate")
+OPEN_PREFIXES = ("/v1/models",)
+"""What clients may ask of this service. Prefixes: alone, or followed by ``/`` and a name."""
+
+GUARDED_PATHS = (
     "/add_worker",
     "/remove_worker",
     "/list_workers",
@@ -43,28 +45,23 @@ ADMIN_PATHS = (
     "/get_model_info",
     "/config",
 )
-ADMIN_PREFIXES = ("/workers", "/v1/models")
-"""Alone, or followed by ``/`` and a name."""
+GUARDED_PREFIXES = ("/workers",)
+"""What administrators may ask: the service itself looks who asks, by a key of its own."""
+
+UPGRADE_CONNECTION = r"(?i)[ \t,]*(upgrade|keep-alive)([ \t]*,[ \t]*(upgrade|keep-alive)?)*[ \t]*"
+"""What ``Connection`` of a request for an upgrade may say."""
 
 PROBE_TIMEOUT_S = 5.0
 INTERNAL_HEADERS = (CLUSTER_HEADER, ENDPOINT_KEY, "x-envoy-external-address")
 """Ours and Envoy's own; of no use to a worker."""
 
-MAX_RETRIES = 5
-RETRY_ON = "connect-failure,refused-stream,reset"
-"""Only what happens before response headers, so no client sees half of two answers. ``reset`` covers a
-worker that dies after it got the request."""
-
 
 def build_routes(model: EnvoyModel) -> RouteConfiguration:
     """Return the one route table."""
     routes = [
+        *_refused_routes(),
         *(_admin_route(RouteMatch(path=path), path, PROBE_TIMEOUT_S) for path in PROBE_PATHS),
-        *(_admin_route(RouteMatch(path=path), path, 0) for path in ADMIN_PATHS),
-        *(
-            _admin_route(RouteMatch(path_separated_prefix=prefix), prefix, 0)
-            for prefix in ADMIN_PREFIXES
-        ),
+        *_service_routes(model),
         *_picked_routes(model),
         *_unpicked_routes(model),
     ]
@@ -117,12 +114,63 @@ def _unpicked_routes(model: EnvoyModel) -> Iterator[Route]:
         yield _inference_route(model, name, match, action)
 
 
+def _refused_routes() -> Iterator[Route]:
+    """Yield what no worker must see, because it might take it for something else than Envoy does."""
+    several_hosts = HeaderMatcher(name=":authority", string_match=StringMatcher(contains=","))
+    # Envoy removes headers that Connection names, but not from requests for an upgrade.
+    upgrade = HeaderMatcher(name="upgrade", present_match=True)
+    names_more = HeaderMatcher(
+        name="connection",
+        string_match=StringMatcher(safe_regex=RegexMatcher(regex=UPGRADE_CONNECTION)),
+        invert_match=True,
+    )
+    for name, headers in (
+        ("several hosts", [several_hosts]),
+        ("upgrade of more", [upgrade, names_more]),
+    ):
+        yield Route(
+            name=f"refused {name}",
+            match=RouteMatch(prefix="/", headers=headers),
+            direct_response=DirectResponseAction(status=400),
+            typed_per_filter_config=build_disabled(),
+        )
+
+
+def _service_routes(model: EnvoyModel) -> Iterator[Route]:
+    """Yield what this service answers, but for the probes."""
+    for path in OPEN_PATHS:
+        yield _open_route(model, RouteMatch(path=path), path)
+    for prefix in OPEN_PREFIXES:
+        yield _open_route(model, RouteMatch(path_separated_prefix=prefix), prefix)
+    for path in GUARDED_PATHS:
+        yield _admin_route(RouteMatch(path=path), path, 0)
+    for prefix in GUARDED_PREFIXES:
+        yield _admin_route(RouteMatch(path_separated_prefix=prefix), prefix, 0)
+
+
+def _open_route(model: EnvoyModel, match: RouteMatch, name: str) -> Route:
+    return Route(
+        name=f"open {name}",
+        match=match,
+        route=RouteAction(cluster=ADMIN_CLUSTER, timeout=seconds(0)),
+        request_headers_to_remove=credentials_to_remove(model.access),
+        typed_per_filter_config={
+            **build_disabled(),
+            **build_slot_off(RATE_SLOT, WORKER_KEY_SLOT),
+            **build_cors_policy(model.access.cors_origins),
+        },
+    )
+
+
 def _admin_route(match: RouteMatch, name: str, timeout_s: float) -> Route:
     return Route(
         name=f"admin {name}",
         match=match,
         route=RouteAction(cluster=ADMIN_CLUSTER, timeout=seconds(timeout_s)),
-        typed_per_filter_config=build_disabled(),
+        typed_per_filter_config={
+            **build_disabled(),
+            **build_slot_off(AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT),
+        },
     )
 
 
@@ -132,7 +180,8 @@ def _inference_route(model: EnvoyModel, name: str, match: RouteMatch, action: Ro
         match=match,
         route=action,
         request_body_buffer_limit=model.max_payload_bytes,
-        request_headers_to_remove=list(INTERNAL_HEADERS),
+        request_headers_to_remove=[*INTERNAL_HEADERS, *credentials_to_remove(model.access)],
+        typed_per_filter_config=build_cors_policy(model.access.cors_origins),
     )
 
 
@@ -142,20 +191,5 @@ def _action(model: EnvoyModel) -> RouteAction:
         auto_host_rewrite=True,
         timeout=seconds(0),  # a healthy long stream is never cut
         idle_timeout=seconds(model.idle_timeout_s),
-        retry_policy=RetryPolicy(
-            retry_on=RETRY_ON,
-            # The endpoints of the pick, then others of the pool that have not been tried.
-            num_retries=MAX_RETRIES,
-            retry_back_off=RetryPolicyRetryBackOff(
-                base_interval=seconds(0.005), max_interval=seconds(0.05)
-            ),
-            # For the fallback balancing: the endpoint list never names a host twice.
-            retry_host_predicate=[
-                RetryPolicyRetryHostPredicate(
-                    name="envoy.retry_host_predicates.previous_hosts",
-                    typed_config=Any.pack(PreviousHostsPredicate()),
-                )
-            ],
-            host_selection_retry_max_attempts=16,
-        ),
+        retry_policy=build_retry_policy(model),
     )

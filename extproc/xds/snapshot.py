@@ -14,18 +14,29 @@ from collections.abc import Collection, Mapping
 from extproc.clusters import ClusterView, EndpointView
 from extproc.xds.cluster import build_fixed_clusters, build_worker_cluster
 from extproc.xds.endpoint import build_endpoints
+from extproc.xds.extensions import build_extensions
 from extproc.xds.listener import build_listener
-from extproc.xds.model import EnvoyModel
+from extproc.xds.model import Access, EnvoyModel, RateLimits
 from extproc.xds.route import build_routes
+from extproc.xds.secrets import build_secrets
 from extproc.xds.worker_tls import tls_addresses
 
 _PREFIX = "type.googleapis.com/envoy.config"
+SECRET_TYPE = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret"  # noqa: S105  the name of a type
 CLUSTER_TYPE = f"{_PREFIX}.cluster.v3.Cluster"
 ENDPOINT_TYPE = f"{_PREFIX}.endpoint.v3.ClusterLoadAssignment"
 LISTENER_TYPE = f"{_PREFIX}.listener.v3.Listener"
+EXTENSION_TYPE = f"{_PREFIX}.core.v3.TypedExtensionConfig"
 ROUTE_TYPE = f"{_PREFIX}.route.v3.RouteConfiguration"
 
-TYPES = (CLUSTER_TYPE, ENDPOINT_TYPE, LISTENER_TYPE, ROUTE_TYPE)
+TYPES = (
+    CLUSTER_TYPE,
+    ENDPOINT_TYPE,
+    SECRET_TYPE,
+    LISTENER_TYPE,
+    EXTENSION_TYPE,
+    ROUTE_TYPE,
+)
 """In the order in which Envoy must get them: what is referred to comes first (make before break)."""
 
 
@@ -62,10 +73,13 @@ def build_snapshot(model: EnvoyModel) -> Snapshot:
     check_consistent(clusters, endpoints, model)
     views = tuple(dataclasses.replace(c, endpoints=()) for c in model.clusters)
     routes = _routes(dataclasses.replace(model, clusters=views))
+    settings = dataclasses.replace(model, clusters=())
     resources = {
         CLUSTER_TYPE: Resources.of(clusters),
         ENDPOINT_TYPE: Resources.of(endpoints),
-        LISTENER_TYPE: Resources.of(_listener(dataclasses.replace(model, clusters=()))),
+        SECRET_TYPE: Resources.of(_secrets(settings)),
+        LISTENER_TYPE: Resources.of(_listener(_lasting_settings(model))),
+        EXTENSION_TYPE: Resources.of(_extensions(settings)),
         ROUTE_TYPE: Resources.of(routes),
     }
     return Snapshot({type_url: resources[type_url] for type_url in TYPES})
@@ -75,11 +89,18 @@ def build_snapshot(model: EnvoyModel) -> Snapshot:
 
 
 def _clusters(model: EnvoyModel) -> dict[str, bytes]:
-    settings = dataclasses.replace(model, clusters=())
+    settings = _lasting_settings(model)
     built = dict(_fixed_clusters(settings))
     for view in model.clusters:
         built[view.name] = _cluster(settings, _lasting(view))
     return built
+
+
+def _lasting_settings(model: EnvoyModel) -> EnvoyModel:
+    """Leave of *model* what listeners and clusters depend on: what may change at any time is not of it."""
+    return dataclasses.replace(
+        model, clusters=(), access=Access(), rate_limits=RateLimits(), certificates=None
+    )
 
 
 def _lasting(view: ClusterView) -> ClusterView:
@@ -102,6 +123,16 @@ def _fixed_clusters(settings: EnvoyModel) -> Mapping[str, bytes]:
 def _listener(settings: EnvoyModel) -> Mapping[str, bytes]:
     listener = build_listener(settings)
     return {listener.name: bytes(listener)}
+
+
+@functools.lru_cache(maxsize=4)
+def _extensions(settings: EnvoyModel) -> Mapping[str, bytes]:
+    return {extension.name: bytes(extension) for extension in build_extensions(settings)}
+
+
+@functools.lru_cache(maxsize=4)
+def _secrets(settings: EnvoyModel) -> Mapping[str, bytes]:
+    return {secret.name: bytes(secret) for secret in build_secrets(settings)}
 
 
 @functools.lru_cache(maxsize=16)

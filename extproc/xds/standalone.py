@@ -13,6 +13,7 @@ from extproc.xds.cluster import build_clusters
 from extproc.xds.listener import build_listener
 from extproc.xds.model import EnvoyModel
 from extproc.xds.route import build_routes
+from extproc.xds.worker_key import build_worker_key_secrets
 
 
 def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> dict[str, Any]:
@@ -27,6 +28,8 @@ def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> 
             *(plain(cluster) for cluster in build_clusters(model, static=True)),
         ],
     }
+    if secrets := build_worker_key_secrets(model.access):
+        config["static_resources"]["secrets"] = [plain(secret) for secret in secrets]
     return config
 
 

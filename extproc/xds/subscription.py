@@ -8,7 +8,7 @@ State of the world (SotW) xDS over one aggregated stream. Rules, from Envoy's xD
   version again.
 * A request with an older nonce is stale and gets no answer.
 * A request that names other resources than before is a new subscription and is answered at once.
-* What is referred to is sent first: clusters, endpoints, listeners, routes. A cluster that changes warms
+* What is referred to is sent first: clusters, endpoints, secrets, listeners, filters, routes. A cluster that changes warms
   up until its endpoints arrive, and a listener until its routes do, so those follow always.
 
 One rule is our own. A cluster that is new to Envoy is not used before each of its endpoints has been
@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from extproc.xds.snapshot import (
     CLUSTER_TYPE,
     ENDPOINT_TYPE,
+    EXTENSION_TYPE,
     LISTENER_TYPE,
     ROUTE_TYPE,
     TYPES,
@@ -38,7 +39,10 @@ _PARTIAL = "-healthy"
 FirstEndpoints = Callable[[], Mapping[str, bytes]]
 """Returns, by cluster, the endpoints that are known to be healthy, serialised."""
 
-_FOLLOWS = {CLUSTER_TYPE: ENDPOINT_TYPE, LISTENER_TYPE: ROUTE_TYPE}
+_FOLLOWS = {CLUSTER_TYPE: {ENDPOINT_TYPE}, LISTENER_TYPE: {EXTENSION_TYPE, ROUTE_TYPE}}
+
+_ESSENTIAL = (CLUSTER_TYPE, ENDPOINT_TYPE, LISTENER_TYPE, ROUTE_TYPE)
+"""Types without which Envoy can pass nothing on; it asks for others only when those refer to them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ class AdsSession:
         """Take a request; return what to send and, if it was one, the refusal."""
         type_url = request.type_url
         if type_url not in TYPES:
-            return [], None  # Envoy may ask for types that we do not serve (secrets, runtime)
+            return [], None  # Envoy may ask for types that we do not serve (runtime)
         names = tuple(sorted(set(request.resource_names)))
         subscription = self._subscriptions.get(type_url)
         if subscription is None or not request.response_nonce:
@@ -107,23 +111,24 @@ class AdsSession:
         """Return what must be sent so that Envoy follows *snapshot*, in order."""
         self._snapshot = snapshot
         responses = []
-        due = False
+        due: set[str] = set()
         for type_url in TYPES:
             subscription = self._subscriptions.get(type_url)
             if subscription is None:
                 continue
             sent = subscription.sent_version.removesuffix(_PARTIAL)
             changed = sent != snapshot.resources[type_url].version
-            if changed or due:
+            if changed or type_url in due:
                 responses.append(self._respond(type_url))
-            due = changed and type_url in _FOLLOWS
+            if changed:
+                due |= _FOLLOWS.get(type_url, set())
         return responses
 
     def serving(self) -> bool:
         """Tell whether Envoy has accepted some version of every type: it can pass on requests."""
-        return all(
-            type_url in self._subscriptions and self._subscriptions[type_url].acked_version
-            for type_url in TYPES
+        asked = self._subscriptions
+        return all(type_url in asked for type_url in _ESSENTIAL) and all(
+            subscription.acked_version for subscription in asked.values()
         )
 
     def _respond(self, type_url: str) -> DiscoveryResponse:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -35,8 +36,11 @@ class Response:
 class Connection:
     """One connection. Use ``async with``."""
 
-    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, port: int, host: str = "127.0.0.1", *, tls: ssl.SSLContext | None = None
+    ) -> None:
         self._address = (host, port)
+        self._tls = tls
         self._method = "GET"
         self._left: int | None = 0
         """Bytes of the body still to come; None: chunked or until the end."""
@@ -45,7 +49,7 @@ class Connection:
     async def __aenter__(self) -> Self:
         async with asyncio.timeout(LIMIT_S):
             self.reader, self.writer = await asyncio.open_connection(
-                *self._address, limit=READ_BYTES
+                *self._address, limit=READ_BYTES, ssl=self._tls
             )
         return self
 

@@ -1,9 +1,10 @@
-"""An HTTP/2 client without TLS (prior knowledge): many streams on one connection."""
+"""An HTTP/2 client, with prior knowledge or over TLS: many streams on one connection."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Sequence
 from typing import Self
 
@@ -67,9 +68,15 @@ class H2Connection:
     """One connection. Use ``async with``."""
 
     def __init__(
-        self, port: int = 0, host: str = "127.0.0.1", *, socket_path: str | None = None
+        self,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        *,
+        socket_path: str | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._address = (host, port)
+        self._tls = tls
         self._socket_path = socket_path
         self._h2 = h2.connection.H2Connection(
             h2.config.H2Configuration(client_side=True, header_encoding=None)
@@ -80,7 +87,7 @@ class H2Connection:
     async def __aenter__(self) -> Self:
         async with asyncio.timeout(LIMIT_S):
             if self._socket_path is None:
-                opened = await asyncio.open_connection(*self._address)
+                opened = await asyncio.open_connection(*self._address, ssl=self._tls)
             else:
                 opened = await asyncio.open_unix_connection(self._socket_path)
             self._reader, self._writer = opened
@@ -111,14 +118,15 @@ class H2Connection:
         stream = self._streams[number] = H2Stream(number)
         pseudo: Sequence[tuple[str, str]] = [
             (":method", method),
-            (":scheme", "http"),
+            (":scheme", "http" if self._tls is None else "https"),
             (":authority", "router.test"),
             (":path", target),
         ]
         self._h2.send_headers(number, [*pseudo, *headers], end_stream=last and not body)
         self._flush()
+        left = memoryview(body)
         async with asyncio.timeout(LIMIT_S):
-            while body:
+            while left:
                 room = min(
                     self._h2.local_flow_control_window(number), self._h2.max_outbound_frame_size
                 )
@@ -126,9 +134,10 @@ class H2Connection:
                     async with self._window:
                         await self._window.wait()
                     continue
-                part, body = body[:room], body[room:]
-                self._h2.send_data(number, part, end_stream=last and not body)
+                part, left = left[:room], left[room:]
+                self._h2.send_data(number, part, end_stream=last and not left)
                 self._flush()
+                await self._writer.drain()
         return stream
 
     async def ask(

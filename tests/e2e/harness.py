@@ -178,6 +178,7 @@ class Program:
         *,
         env: Mapping[str, str] | None = None,
         soft_file_limit: int | None = None,
+        hard_file_limit: int | None = None,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.name = name
@@ -190,6 +191,8 @@ class Program:
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
             if os.getppid() != parent:
                 os._exit(1)
+            if hard_file_limit is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard_file_limit, hard_file_limit))
             if soft_file_limit is not None:
                 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft_file_limit, hard))
@@ -304,6 +307,7 @@ class Router(Program):
         host: str = "127.0.0.1",
         env: Mapping[str, str] | None = None,
         soft_file_limit: int | None = None,
+        hard_file_limit: int | None = None,
         ports: tuple[int, int] | None = None,
     ) -> None:
         self.host = host
@@ -315,12 +319,14 @@ class Router(Program):
                 *(sys.executable, "-m", "extproc", "launch"),
                 *("--host", host, "--port", str(self.port)),
                 *("--prometheus-port", str(self.metrics_port)),
-                *("--worker-urls", *worker_urls),
+                *("--shutdown-delay-s", "0"),  # a second for each of hundreds of routers adds up
+                *(("--worker-urls", *worker_urls) if worker_urls else ()),
                 *flags,
             ],
             directory,
             env=env,
             soft_file_limit=soft_file_limit,
+            hard_file_limit=hard_file_limit,
         )
 
     @property

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.certificates import Maker
 from tests.e2e.harness import (
     START_LIMIT_S,
     Program,
@@ -141,3 +142,35 @@ def test_ctrl_c_stops_all_of_it(start_demo: StartDemo) -> None:
     demo.check_nothing_left()
     assert "Traceback" not in demo.stderr
     assert "error" not in demo.stderr
+
+
+def test_demo_over_https(start_demo: StartDemo, tmp_path: Path) -> None:
+    """It chats, and what it prints to paste works with a certificate that nobody vouches for."""
+    made = Maker(tmp_path).make("demo")
+    flags = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+
+    chatting = start_demo(*flags)
+    chatted, shown = chatting.wait(60), chatting.stdout
+    serving = start_demo("--serve", *flags)
+    wait_until(
+        lambda: "Ctrl-C" in serving.stdout or not serving.running, START_LIMIT_S, "it is ready"
+    )
+    sdk = run(pasted(serving.stdout, "python[^\n]* - <<"), tmp_path)
+    curl = run(pasted(serving.stdout, "curl"), tmp_path) if shutil.which("curl") else None
+
+    assert chatted == 0, shown
+    assert "answered by" in shown
+    assert "Router ready on https://127.0.0.1:" in serving.stdout
+    assert "Hello from worker-" in sdk.stdout, sdk
+    assert curl is None or '"chat.completion"' in curl.stdout, curl
+
+
+def test_demo_shows_no_certificate(start_demo: StartDemo, tmp_path: Path) -> None:
+    """So it says that it cannot ask a router that wants one."""
+    made = Maker(tmp_path).make("demo")
+    flags = ("--tls-cert", str(made.cert), "--tls-key", str(made.key))
+
+    demo = start_demo(*flags, "--tls-client-ca", str(made.cert))
+
+    assert demo.wait(20) == 1
+    assert "leave --tls-client-ca out" in demo.stderr

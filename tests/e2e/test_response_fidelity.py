@@ -19,7 +19,6 @@ async def test_headers_arrive_unchanged(any_router: Router, worker: RawWorker) -
     """Every header comes with its value, as often as it was sent and in order, and none is added."""
     sent = [
         ("content-type", "application/json"),
-        ("server", "uvicorn"),
         ("date", "Thu, 01 Jan 1970 00:00:00 GMT"),
         ("set-cookie", "a=1; Path=/"),
         ("set-cookie", "b=2"),
@@ -27,7 +26,6 @@ async def test_headers_arrive_unchanged(any_router: Router, worker: RawWorker) -
         ("x-repeated", "two, three"),
         ("x-empty", ""),
         ("x-latin", "caf\xe9"),
-        ("x-request-id", "worker-says"),
         ("x-ratelimit-remaining", "7"),
         ("openai-processing-ms", "12"),
         ("content-length", "2"),
@@ -35,12 +33,14 @@ async def test_headers_arrive_unchanged(any_router: Router, worker: RawWorker) -
     head = "".join(f"{name}: {value}\r\n" for name, value in sent)
     path = worker.on(unique_path(), respond(f"HTTP/1.1 200 OK\r\n{head}\r\n{{}}".encode("latin-1")))
 
-    response = await ask(any_router.port, "GET", path)
+    response = await ask(any_router.port, "GET", path, [("x-request-id", "mine")])
 
     assert response.body == b"{}"
+    assert response.values("x-request-id") == ["mine"]
     for name in dict.fromkeys(name for name, _ in sent):
         assert response.values(name) == [value for key, value in sent if key == name]
-    assert {name.lower() for name, _ in response.headers} == {name for name, _ in sent}
+    names = {name for name, _ in sent} | {"x-request-id"}
+    assert {name.lower() for name, _ in response.headers} == names
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "close"])

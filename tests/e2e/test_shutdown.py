@@ -180,6 +180,52 @@ async def test_idle_connections_do_not_delay_the_end(start_policy_router: StartR
     assert took < AT_ONCE_S
 
 
+async def test_readiness_fails_before_connections_are_refused(
+    start_policy_router: StartRouter, worker: RawWorker
+) -> None:
+    """A load balancer has the delay to notice; requests that it still sends are served."""
+    delay_s = 1.5
+    router = start_policy_router("headers_only", "--shutdown-delay-s", str(delay_s))
+    go_on = Signal()
+    path = slow_stream(worker, go_on)
+
+    async with Connection(router.port) as connection, Connection(router.port) as kept:
+        await connection.send("POST", path, body=b"{}")
+        await connection.head()
+        assert (await kept.ask("GET", "/readiness")).status == 200
+        started = time.monotonic()
+        router.send_signal(signal.SIGTERM)
+        await until(
+            lambda: harness.http_get(f"{router.base_url}/readiness")[0] == 503, 1, "not ready"
+        )
+        not_ready_after = time.monotonic() - started
+        alive = await kept.ask("GET", "/liveness")
+        served = await kept.ask("GET", unique_path())
+        fresh = await ask(router.port, "GET", unique_path())
+        await until(lambda: refuses(router.port), delay_s + AT_ONCE_S, "connections are refused")
+        refused_after = time.monotonic() - started
+        go_on.set()
+        body = await connection.body()
+    status = await ended(router, 10)
+
+    assert not_ready_after < delay_s < refused_after
+    assert [alive.status, served.status, fresh.status] == [200, 200, 200]
+    assert body.endswith(b"\n\n")
+    assert status == 0
+
+
+async def test_second_signal_skips_the_delay(start_policy_router: StartRouter) -> None:
+    """Whoever asks twice is in a hurry."""
+    router = start_policy_router("headers_only", "--shutdown-delay-s", "60")
+    router.send_signal(signal.SIGTERM)
+    await until(lambda: router.logged("router stopping"), 5, "the router stops")
+    started = time.monotonic()
+    router.send_signal(signal.SIGTERM)
+
+    assert await ended(router, 15) == 0
+    assert time.monotonic() - started < AT_ONCE_S
+
+
 async def test_second_signal_ends_it_at_once(
     start_policy_router: StartRouter, worker: RawWorker
 ) -> None:

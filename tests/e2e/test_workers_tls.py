@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.certificates import Certificate, Maker
 from tests.e2e.client import Connection, ask
 from tests.e2e.conftest import StartRouter
 from tests.e2e.harness import Router, wait_until
@@ -36,14 +35,6 @@ OTHER_NAME = "worker.e2e.test"
 
 
 @dataclasses.dataclass(frozen=True)
-class Certificate:
-    """Files in PEM."""
-
-    cert: Path
-    key: Path
-
-
-@dataclasses.dataclass(frozen=True)
 class Certificates:
     """Who vouches, and whom for."""
 
@@ -61,22 +52,8 @@ class Certificates:
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """Make certificates."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs openssl on PATH")
-    directory = tmp_path_factory.mktemp("certificates")
-
-    def make(name: str, *arguments: str) -> Certificate:
-        made = Certificate(directory / f"{name}.pem", directory / f"{name}.key")
-        command = ["openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "2"]
-        command += ["-pkeyopt", "ec_paramgen_curve:P-256", "-subj", f"/CN={name}"]
-        command += ["-keyout", str(made.key), "-out", str(made.cert), *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=30)
-        return made
-
-    def sign(name: str, ca: Certificate, alternative: str) -> Certificate:
-        leaf = ("-addext", f"subjectAltName={alternative}", "-addext", "basicConstraints=CA:FALSE")
-        return make(name, "-CA", str(ca.cert), "-CAkey", str(ca.key), *leaf)
-
+    maker = Maker(tmp_path_factory.mktemp("certificates"))
+    make, sign = maker.make, maker.sign
     ca, stranger = make("ca"), make("stranger")
     return Certificates(
         ca=ca.cert,

@@ -127,7 +127,7 @@ async def serve(settings=AT_ONCE, config=None, policy=RoundRobin):
             readiness=api.readiness,
             fleet=api.fleet,
             client=workers,
-            config=config or Config(),
+            config=lambda: config or Config(),
             policies=lambda: [pool.policy for pool in api.registry.pools],
         )
         async with TestClient(TestServer(app)) as client:

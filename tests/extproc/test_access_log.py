@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import grpc.aio
 import pytest
 
 from extproc.access_log import STREAM_ACCESS_LOGS, AccessLogService
 from extproc.address import Address
+from extproc.attempt import Attempt, Outcome
 from extproc.grpc_server import GrpcServer
 from extproc.metrics import Metrics
+from extproc.xds.model import ATTEMPTS_LOG, REQUESTS_LOG
 from protos.access_log_pb2 import (
     HTTPAccessLogEntry,
     StreamAccessLogsMessage,
@@ -25,18 +29,41 @@ def metrics(registry):
     return Metrics("random", registry)
 
 
-@pytest.fixture
-def failed_now():
-    """Collect the endpoints that are reported as tried in vain."""
-    return []
+@dataclasses.dataclass
+class Ended:
+    last: Attempt | None
+    retries: int
+    failed: bool
+
+
+class Recorder:
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.heard = []
+
+    def on_failed(self, attempt):
+        self.heard.append(attempt)
+
+    def on_ended(self, last, *, retries, failed):
+        self.heard.append(Ended(last, retries, failed))
 
 
 @pytest.fixture
-def service(metrics, failed_now):
+def listener():
+    return Recorder()
+
+
+@pytest.fixture
+def heard(listener):
+    """Return what was passed on so far."""
+    return listener.heard
+
+
+@pytest.fixture
+def service(metrics, listener):
     urls = {"10.0.0.5:8000": URL, "[2001:db8::1]:8000": "http://six:8000"}
-    return AccessLogService(
-        metrics, lambda endpoint: urls.get(endpoint, endpoint), failed_now.append
-    )
+    return AccessLogService(metrics, lambda endpoint: urls.get(endpoint, endpoint), listener)
 
 
 def entry(address="10.0.0.5", code=200, cluster="default", attempts=1):
@@ -167,32 +194,102 @@ async def test_garbage_ends_the_stream_with_invalid_argument(call, metrics):
     assert value(metrics, "vllm_extproc_requests_total", worker=URL, code="200") == 2
 
 
-PICK = "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1"
+async def test_first_message_says_which_log_it_is(call, metrics, heard):
+    """The later ones of the stream are of the same; the name of a log that nobody knows is that of requests."""
+    for name in (ATTEMPTS_LOG, REQUESTS_LOG, "other"):
+        first, later = StreamAccessLogsMessage(), StreamAccessLogsMessage()
+        first.identifier.log_name = name
+        for message in (first, later):
+            message.http_logs.log_entry.append(entry(code=500))
+
+        await call([first.SerializeToString(), later.SerializeToString()])
+
+    assert value(metrics, "vllm_extproc_requests_total", worker=URL, code="500") == 4
+    assert [type(event) for event in heard] == [Attempt] * 2 + [Ended] * 4
+
+
+def flagged(flag="", *, code=0, **options):
+    report = entry(code=code, **options)
+    if flag:
+        setattr(report.common_properties.response_flags, flag, True)
+    return report
 
 
 @pytest.mark.parametrize(
-    ("pick", "attempts", "flag", "expected"),
+    ("flag", "code", "outcome"),
     [
-        (PICK, 1, "", []),
-        (PICK, 2, "", ["10.0.0.1:1"]),
-        (PICK, 3, "", ["10.0.0.1:1", "10.0.0.2:1"]),
-        (PICK, 5, "", ["10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1"]),
-        (PICK, 2, "upstream_connection_failure", ["10.0.0.1:1", "10.0.0.2:1"]),
-        (PICK, 1, "upstream_connection_failure", ["10.0.0.1:1"]),
-        ("", 3, "upstream_connection_failure", []),
+        ("", 500, Outcome.FAILED),
+        ("", 503, Outcome.FAILED),
+        ("", 429, Outcome.REFUSED),
+        ("", 408, Outcome.REFUSED),
+        ("upstream_connection_failure", 0, Outcome.UNREACHABLE),
+        ("upstream_connection_termination", 0, Outcome.LOST),
+        ("upstream_connection_termination", 200, Outcome.LOST),
+        ("upstream_remote_reset", 0, Outcome.LOST),
+        ("upstream_protocol_error", 200, Outcome.LOST),
+        ("upstream_request_timeout", 0, Outcome.LOST),
+        ("stream_idle_timeout", 0, Outcome.LOST),
+        ("stream_idle_timeout", 200, Outcome.LOST),
+        ("local_reset", 0, Outcome.LOST),
+        ("", 0, None),
+        ("", 200, None),
+        ("", 404, None),
+        ("upstream_connection_termination", 101, None),
     ],
 )
-def test_endpoints_tried_in_vain_are_reported(service, failed_now, pick, attempts, flag, expected):
-    """Those of the pick before the one that served, or all that were tried when none did."""
-    entry = HTTPAccessLogEntry()
-    common = entry.common_properties
-    common.upstream_request_attempt_count = attempts
-    if flag:
-        setattr(common.response_flags, flag, True)
-    if pick:
-        fields = common.metadata.filter_metadata["envoy.lb"].fields
-        fields["x-gateway-destination-endpoint"].string_value = pick
+def test_failed_attempt_is_passed_on(service, heard, *, flag, code, outcome):
+    """With the endpoint, the status and when it began; what is no failure of the worker is not."""
+    report = flagged(flag, code=code)
+    report.common_properties.start_time.FromMilliseconds(1_500)
 
-    service.record(entry)
+    service.record_attempt(report)
 
-    assert failed_now == expected
+    expected = [] if outcome is None else [Attempt("10.0.0.5:8000", outcome, code, 1.5)]
+    assert heard == expected
+
+
+def test_attempts_at_nobody_are_none(service, heard):
+    """Envoy had no worker to ask, or asked the service itself."""
+    service.record_attempt(flagged(code=503, address=""))
+    service.record_attempt(flagged(code=503, cluster="extproc_admin"))
+
+    assert heard == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "code", "outcome", "failed"),
+    [
+        ("", 200, Outcome.SUCCEEDED, False),
+        ("", 404, Outcome.SUCCEEDED, False),
+        ("", 101, Outcome.SUCCEEDED, False),
+        ("upstream_connection_termination", 101, Outcome.SUCCEEDED, False),
+        ("downstream_connection_termination", 101, Outcome.SUCCEEDED, False),
+        ("downstream_connection_termination", 200, Outcome.UNKNOWN, False),
+        ("downstream_remote_reset", 0, Outcome.UNKNOWN, False),
+        ("", 500, Outcome.UNKNOWN, True),
+        ("", 429, Outcome.UNKNOWN, True),
+        ("upstream_protocol_error", 200, Outcome.UNKNOWN, True),
+        ("upstream_connection_failure", 503, Outcome.UNKNOWN, True),
+        ("upstream_request_timeout", 504, Outcome.UNKNOWN, True),
+        ("stream_idle_timeout", 504, Outcome.UNKNOWN, False),
+    ],
+)
+def test_end_of_a_request_is_passed_on(service, heard, *, flag, code, outcome, failed):
+    """Successes; failures are known by then. With the time at which the worker was asked last."""
+    report = flagged(flag, code=code, attempts=3)
+    common = report.common_properties
+    common.start_time.FromSeconds(100)
+    common.time_to_first_upstream_tx_byte.FromMilliseconds(2_500)
+    common.time_to_last_downstream_tx_byte.FromSeconds(7)
+
+    service.record(report)
+
+    last = Attempt("10.0.0.5:8000", outcome, code, 102.5, 107.0)
+    assert heard == [Ended(last, retries=2, failed=failed)]
+
+
+def test_request_that_no_worker_was_asked_for_has_no_last_attempt(service, heard):
+    """Refused by the service, or without a worker."""
+    service.record(flagged(code=503, address="", attempts=0))
+
+    assert heard == [Ended(None, retries=0, failed=False)]

@@ -29,7 +29,7 @@ def served(monkeypatch):
     """Return what ``serve`` and ``launch`` were asked to run; they return at once."""
     configs = []
 
-    def run(config):
+    def run(config, *_):
         configs.append(config)
         return 0
 
@@ -222,7 +222,7 @@ def test_flag_wins_over_the_file(served, tmp_path, flags, port, fail_closed):
 
 def test_log_directory_that_cannot_be_made_is_a_sentence(capsys, tmp_path, monkeypatch):
     """A file is in the way: the user is told so, without a traceback."""
-    monkeypatch.setattr(service, "run", lambda _: 0)
+    monkeypatch.setattr(service, "run", lambda *_: 0)
     (tmp_path / "logs").touch()
 
     assert cli.main(["serve", "--log-dir", str(tmp_path / "logs")]) == 1

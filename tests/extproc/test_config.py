@@ -21,7 +21,6 @@ from extproc.config import (
     check_ip,
     load,
     policy_default,
-    read_file,
 )
 from extproc.errors import ConfigError
 from policies import registry
@@ -293,7 +292,7 @@ def test_wrong_flag_is_refused(flags):
 def test_file_that_cannot_be_read_is_a_configuration_error(tmp_path, name):
     """Missing, or a directory: the system's reason is in the text."""
     with pytest.raises(ConfigError, match=r"cannot read .*: (No such file|Is a directory)"):
-        read_file(tmp_path / name)
+        load(tmp_path / name, {})
 
 
 def test_configuration_is_frozen():
@@ -566,3 +565,92 @@ def test_secret_that_is_refused_is_not_repeated(monkeypatch, value):
         load(None, {})
 
     assert "nter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"queue_timeout_secs": 3600},
+        {"queue_timeout_secs": 1800, "no_worker_timeout_secs": 1800},
+        {"decision_timeout_secs": 3600},
+    ],
+    ids=str,
+)
+def test_waits_are_together_no_longer_than_envoy_has_patience(fields):
+    """Envoy would refuse the whole configuration, or go on without a pick."""
+    with pytest.raises(msgspec.ValidationError, match="at most 3600 seconds together"):
+        msgspec.convert(fields, Config)
+    msgspec.convert({"queue_timeout_secs": 1800, "no_worker_timeout_secs": 1700}, Config)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("", "not a header name"), ("a b", "not a header name"), ("Authorization", "credentials")],
+)
+def test_request_id_header_is_one_that_the_service_sees(name, message):
+    """No credentials: Envoy keeps them to itself."""
+    with pytest.raises(msgspec.ValidationError, match=message):
+        msgspec.convert({"request_id_headers": ["x-ok", name]}, Config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"api_key": "a", "htpasswd_file": "f"},
+            "htpasswd_file: clients cannot show api_key as well",
+        ),
+        (
+            {"api_keys_file": "a", "jwt_issuer": "i", "jwt_jwks": "f"},
+            "jwt_issuer: clients cannot show",
+        ),
+        (
+            {"htpasswd_file": "f", "api_key_validation_urls": ["http://a"]},
+            "api_key_validation_urls: clients cannot show htpasswd_file as well",
+        ),
+        ({"jwt_issuer": "i"}, "jwt_jwks: must be given"),
+        ({"jwt_jwks": "f"}, "jwt_issuer: must be given"),
+        ({"jwt_audiences": ["a"]}, "jwt_issuer: must be given"),
+        ({"jwt_issuer": "i", "jwt_jwks": "ftp://a/b"}, "jwt_jwks: expected a URL"),
+        ({"jwt_issuer": "i", "jwt_jwks": "https://u:p@a/b"}, "jwt_jwks: a URL may hold no user"),
+        ({"cors_allowed_origins": ["chat.example"]}, "cors_allowed_origins: expected"),
+        ({"cors_allowed_origins": ["https://chat.example/"]}, "cors_allowed_origins: expected"),
+        ({"cors_allowed_origins": ["https://*.example"]}, "cors_allowed_origins: expected"),
+        ({"cors_allowed_origins": ["https://Chat.example"]}, "cors_allowed_origins: expected"),
+        ({"cors_allowed_origins": ["null"]}, "cors_allowed_origins: expected"),
+        (
+            {"rate_limit_per_key": 0.0001},
+            "rate_limit_per_key: expected 0 (no limit) or at least 0.001",
+        ),
+        ({"rate_limit_tokens_per_second": 1e-9}, "rate_limit_tokens_per_second: expected 0"),
+    ],
+)
+def test_who_may_ask_must_make_sense(fields, message):
+    """One way at a time, and whole."""
+    with pytest.raises((msgspec.ValidationError, ValueError)) as refused:
+        msgspec.convert(fields, Config)
+
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"api_key": "a", "api_keys_file": "f"},
+        {"jwt_issuer": "i", "jwt_jwks": "f", "jwt_audiences": ["a", "b"]},
+        {"jwt_issuer": "i", "jwt_jwks": "https://idp.example/keys?x=1"},
+        {"cors_allowed_origins": ["*"]},
+        {
+            "cors_allowed_origins": [
+                "https://chat.example",
+                "http://localhost:3000",
+                "http://[::1]:1",
+            ]
+        },
+        {"cors_allowed_origins": ["chrome-extension://abcdef"]},
+        {"rate_limit_per_key": 0.001},
+    ],
+)
+def test_who_may_ask_is_taken_where_it_makes_sense(fields):
+    """Some go together."""
+    msgspec.convert(fields, Config)

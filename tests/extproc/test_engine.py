@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from extproc.address import WorkerUrl
+from extproc.attempt import Attempt, Outcome
+from extproc.circuit import Circuit, CircuitRules
 from extproc.discovery.updates import WorkerSpec
 from extproc.engine import Engine, State
 from extproc.models import ModelList
@@ -14,6 +16,24 @@ from policies.base import Worker
 PASSING = Verdict(passing=True)
 FAILING = Verdict(passing=False, failure="its health check answers 500")
 EJECTED = Verdict(passing=True, ejected=True, ejection="errors in a row (5xx)")
+
+
+OPEN_REASON = "1 failure, the last one: status 500; it is tried again at 1970-01-01T00:02:00Z"
+HALF_OPEN_REASON = "it is tried with one request at a time: 0 of 3 succeeded"
+
+
+def open_circuit():
+    """Return a circuit that is open from 60 to 120."""
+    circuit = Circuit(CircuitRules(failures=1))
+    circuit.on_attempt(Attempt("", Outcome.FAILED, 500, 60.0), 60.0)
+    return circuit
+
+
+def half_open_circuit():
+    """Return a circuit that is half-open."""
+    circuit = open_circuit()
+    circuit.advance(120.0, 0)
+    return circuit
 
 
 def make(url="http://10.0.0.1:8000", **fields):
@@ -32,11 +52,31 @@ def make(url="http://10.0.0.1:8000", **fields):
         ({}, Verdict(failure="no"), 101, State.STARTING, "no"),
         ({}, Verdict(failure="no"), 160, State.UNHEALTHY, "no"),
         ({}, FAILING, 101, State.UNHEALTHY, "its health check answers 500"),
-        ({}, EJECTED, 101, State.EJECTED, "errors in a row (5xx)"),
+        ({"circuit": open_circuit()}, PASSING, 101, State.EJECTED, OPEN_REASON),
+        ({"circuit": open_circuit()}, FAILING, 101, State.EJECTED, OPEN_REASON),
+        ({"circuit": open_circuit()}, None, 101, State.EJECTED, OPEN_REASON),
+        ({"circuit": half_open_circuit()}, PASSING, 101, State.HALF_OPEN, HALF_OPEN_REASON),
+        ({"circuit": half_open_circuit()}, EJECTED, 101, State.HALF_OPEN, HALF_OPEN_REASON),
+        ({"circuit": half_open_circuit()}, FAILING, 101, State.UNHEALTHY, FAILING.failure),
+        ({"circuit": Circuit(CircuitRules())}, EJECTED, 101, State.HEALTHY, ""),
         ({"introduced": False}, PASSING, 101, State.STARTING, "it is being asked for its models"),
         ({"introduced": False}, None, 999, State.STARTING, "it is being asked for its models"),
         ({"introduced": False}, FAILING, 101, State.UNHEALTHY, "its health check answers 500"),
-        ({"introduced": False}, EJECTED, 101, State.EJECTED, "errors in a row (5xx)"),
+        ({"introduced": False, "circuit": open_circuit()}, None, 101, State.EJECTED, OPEN_REASON),
+        (
+            {"introduced": False, "circuit": half_open_circuit()},
+            PASSING,
+            101,
+            State.STARTING,
+            "it is being asked for its models",
+        ),
+        (
+            {"draining": True, "circuit": open_circuit()},
+            None,
+            101,
+            State.DRAINING,
+            "it is being removed",
+        ),
         ({"address": ""}, UNKNOWN, 101, State.STARTING, "its name is being resolved"),
         ({"address": "", "unresolved": "no such name"}, None, 101, State.STARTING, "no such name"),
         ({"address": "", "unresolved": "x"}, None, 160, State.UNHEALTHY, "x"),
@@ -62,7 +102,7 @@ def make(url="http://10.0.0.1:8000", **fields):
     ],
 )
 def test_state_and_reason_follow_from_what_is_known(fields, verdict, now, state, reason):
-    """Draining counts first, then the address, Envoy's verdict, and last its own answer."""
+    """Draining counts first, then the address, the circuit, Envoy's checks, and last its own answer."""
     engine = make(**fields)
 
     engine.judge(verdict, now, startup_s=60)

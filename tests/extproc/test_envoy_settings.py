@@ -7,16 +7,22 @@ import pytest
 
 from extproc import envoy_settings
 from extproc.address import Address
+from extproc.admission import Limits
+from extproc.circuit import CircuitRules
 from extproc.clusters import ClusterView
 from extproc.config import Config
 from extproc.envoy_settings import (
     MAX_UNHEALTHY_INTERVAL_S,
+    admission_limits,
+    circuit_rules,
     envoy_model,
     registry_settings,
+    retry_count,
     system_ca_file,
+    unheeded_options,
 )
 from extproc.registry import Settings
-from extproc.xds.model import HealthChecks, WorkerTls
+from extproc.xds.model import Access, Breaker, HealthChecks, NobodyYet, WorkerTls
 
 CLUSTERS = (ClusterView("y", "", (), is_default=True),)
 
@@ -148,6 +154,8 @@ def test_registry_has_no_setting_that_is_left_out():
                 "worker_tls_insecure": True,
                 "intra_node_data_parallel_size": 2,
                 "dp_rank_offset": "global",
+                "cb_failure_threshold": 3,
+                "max_worker_concurrency": 7,
             },
             Config,
         )
@@ -159,3 +167,104 @@ def test_registry_has_no_setting_that_is_left_out():
     ]
 
     assert same == ["follows_envoy", "asks_models"]
+
+
+def test_limits_come_from_the_configuration():
+    """All five, and how long Envoy waits for a decision on top."""
+    fields = {
+        "max_concurrent_requests": 7,
+        "queue_size": 8,
+        "queue_timeout_secs": 9,
+        "no_worker_timeout_secs": 10,
+        "decision_timeout_secs": 11,
+    }
+
+    limits = admission_limits(msgspec.convert(fields, Config))
+
+    assert limits == Limits(concurrent=7, queue=8, queue_s=9, no_worker_s=10, grace_s=11)
+    assert limits.patience_s == 30
+
+
+@pytest.mark.parametrize(
+    ("fields", "rules"),
+    [
+        ({}, CircuitRules()),
+        (
+            {
+                "cb_failure_threshold": 4,
+                "cb_success_threshold": 5,
+                "cb_timeout_duration_secs": 6,
+                "cb_window_duration_secs": 7,
+                "cb_count_429": True,
+            },
+            CircuitRules(failures=4, successes=5, open_s=6, window_s=7, count_429=True),
+        ),
+        ({"disable_circuit_breaker": True}, CircuitRules(failures=0)),
+    ],
+)
+def test_circuits_open_and_close_as_configured(fields, rules):
+    """In the service and, as far as it knows them, in Envoy."""
+    config = msgspec.convert(fields, Config)
+
+    assert circuit_rules(config) == rules
+    assert registry_settings(config).circuits == rules
+    assert make(**fields).breaker == Breaker(rules.failures, rules.open_s, rules.count_429)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [
+        ({}, 5),
+        ({"retry_max_retries": 2}, 2),
+        ({"retry_max_retries": 0}, 0),
+        ({"disable_retries": True}, 0),
+    ],
+)
+def test_retries_are_as_many_as_configured(fields, count):
+    """The same number for Envoy and for the budget."""
+    assert retry_count(msgspec.convert(fields, Config)) == count
+    assert make(**fields).retries.count == count
+
+
+@pytest.mark.parametrize(
+    ("fields", "unheeded"),
+    [
+        ({}, []),
+        ({"retry_backoff_multiplier": 2.0}, ["retry_backoff_multiplier"]),
+        ({"retry_jitter_factor": 0.0}, ["retry_jitter_factor"]),
+    ],
+)
+def test_options_that_envoy_knows_nothing_of_are_named(fields, unheeded):
+    """Whoever sets them should hear of it; the defaults are everybody's."""
+    assert unheeded_options(msgspec.convert(fields, Config)) == unheeded
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"api_key": "a"},
+        {"api_keys_file": "a"},
+        {"htpasswd_file": "a"},
+        {"jwt_issuer": "a", "jwt_jwks": "b"},
+        {"api_key_validation_urls": ("https://a.example",)},
+    ],
+)
+def test_nobody_gets_in_whose_keys_were_not_read(fields):
+    """Whoever forgets to hand them over opens no door."""
+    assert envoy_model(Config(**fields), ()).access.auth == NobodyYet()
+
+
+def test_everybody_gets_in_where_nobody_is_asked():
+    """The default; what else is said of access is handed on."""
+    access = envoy_model(Config(), ()).access
+    config = Config(worker_api_key="k", keep_client_authorization=True, cors_allowed_origins=("*",))
+
+    assert access == Access()
+    assert envoy_model(config, ()).access == Access(None, True, "k", ("*",))
+
+
+def test_headers_of_ids_are_told_in_lower_case():
+    """As Envoy has headers."""
+    assert envoy_model(Config(request_id_headers=("X-Trace-Id",)), ()).request_id_headers == (
+        "x-trace-id",
+    )

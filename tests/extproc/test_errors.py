@@ -13,6 +13,8 @@ STATUSES = {
     Refusal.NO_WORKER: 503,
     Refusal.PAYLOAD_TOO_LARGE: 413,
     Refusal.MODEL_NOT_FOUND: 404,
+    Refusal.QUEUE_FULL: 429,
+    Refusal.QUEUE_TIMEOUT: 408,
 }
 
 

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from extproc.admission import Admission, Limits
 from extproc.errors import ProtocolError
 from extproc.exchange import MAX_ECHO_BYTES, Exchange, header_map
 from extproc.router import Refused, Routed, Router
@@ -466,6 +467,48 @@ def test_two_requests_get_two_ids(registry):
 
     found = {set_headers(common(a).header_mutation)["x-request-id"] for a in answers}
     assert len(found) == 2
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({"x-job": "j"}, "j"),
+        ({"x-task": "t", "x-job": "j"}, "j"),
+        ({"x-task": "t"}, "t"),
+        ({"x-job": "", "x-task": "t"}, "t"),
+        ({"x-request-id": "kept"}, None),
+        ({"x-request-id": "kept", "x-task": "t"}, None),
+        ({"x-request-id": "other", "x-job": "j"}, "j"),
+        ({"x-job": "j" * 256}, "j" * 256),
+        ({"x-job": "j" * 257, "x-task": "t"}, "t"),
+        ({"x-job": "sch\u00f6n", "x-task": "t"}, "t"),
+        ({"x-job": "a\tb", "x-task": "t"}, "t"),
+    ],
+    ids=str,
+)
+def test_first_listed_header_that_was_sent_is_the_id(registry, sent, expected):
+    """One that is too long or cannot be printed is none; the policy sees what the client sent."""
+    router = Router(registry, random.Random(1))
+    listed = ("x-job", "x-request-id", "x-task")
+    exchange = Exchange(router, ids=random.Random(2), max_body_bytes=LIMIT, id_headers=listed)
+    headers = {":path": "/", **sent}
+
+    (answer,) = parse(exchange.receive(first(BUFFERED, request_headers(headers)), 0.0))
+
+    added = set_headers(common(answer).header_mutation).get("x-request-id")
+    assert added == (None if expected is None else expected.encode())
+    assert exchange.decision.pool.policy.requests[0].headers == headers
+
+
+def test_header_that_is_not_listed_is_no_id(registry):
+    """It is replaced by one that was made."""
+    router = Router(registry, random.Random(1))
+    exchange = Exchange(router, ids=random.Random(2), max_body_bytes=LIMIT, id_headers=("x-job",))
+
+    (answer,) = parse(exchange.receive(first(BUFFERED), 0.0))
+
+    added = set_headers(common(answer).header_mutation)["x-request-id"]
+    assert added == f"{random.Random(2).getrandbits(128):032x}".encode()
 
 
 def test_set_headers_replace_what_was_there(exchange):
@@ -1182,3 +1225,232 @@ def test_bytes_that_parse_at_all_are_refused_or_answered(raw):
         parse(exchange.receive(message, 0.0))
     exchange.close(0.0)
     assert pool.in_flight == 0
+
+
+# --- having to wait -----------------------------------------------------------------------------
+
+
+def gated(registry, *, admit=0, **limits):
+    """Begin an exchange behind a gate that is closed until somebody is released."""
+    options = {"concurrent": 1, "queue": 5, "queue_s": 10.0, "grace_s": 2.0, **limits}
+    admission = Admission(Limits(**options))
+    router = Router(registry, random.Random(1), no_worker_s=options.get("no_worker_s", 0.0))
+    exchange = Exchange(router, ids=random.Random(2), max_body_bytes=LIMIT, admission=admission)
+    for _ in range(admit or options["concurrent"]):
+        admission.enter()
+    return exchange, admission
+
+
+def only_patience(answers, seconds):
+    (answer,) = parse(answers)
+    expected = ProcessingResponse()
+    expected.override_message_timeout.FromSeconds(seconds)
+    assert answer == expected
+
+
+@pytest.mark.parametrize(("mode", "without_waiting"), [*HELD_BACK, *AT_ONCE, (STREAMED, True)])
+def test_request_at_the_gate_asks_envoy_once_for_patience(registry, policy, mode, without_waiting):
+    """Nothing else is said, and nothing is decided, until it is let in."""
+    exchange, admission = gated(registry)
+
+    only_patience(exchange.receive(first(mode, without_waiting=without_waiting), 0.0), 12)
+
+    assert exchange.waiting
+    assert (exchange.decision, policy.requests) == (None, [])
+    admission.release()
+    answers = exchange.resume(3.0)
+    assert kinds(answers) == ["request_headers"]
+    assert isinstance(exchange.decision, Routed)
+    assert (exchange.waiting, exchange.ticket.waited_s) == (False, 3.0)
+
+
+def test_in_full_duplex_envoy_needs_no_asking(registry, policy):
+    """There is no timeout; the body that comes meanwhile is kept, and echoed after the pick."""
+    policy.needs_body = True
+    exchange, admission = gated(registry)
+    assert exchange.receive(first(FULL_DUPLEX), 0.0) == []
+    assert exchange.receive(request_body(b"one ", end=False), 0.0) == []
+    assert exchange.receive(request_body(b"two", end=False), 0.0) == []
+    assert exchange.receive(bare("request_trailers"), 0.0) == []
+    assert policy.requests == []
+
+    admission.release()
+    answers = exchange.resume(3.0)
+
+    assert kinds(answers) == ["request_headers", "request_body", "request_trailers"]
+    assert echoed(parse(answers)[1:2]) == [("request_body", b"one two", False)]
+    assert [request.body for request in policy.requests] == [b"one two"]
+
+
+def test_what_comes_while_it_waits_is_bounded(registry):
+    """A body that is too large is refused, and its place in the queue is free."""
+    exchange, admission = gated(registry)
+    exchange.receive(first(FULL_DUPLEX), 0.0)
+
+    answers = exchange.receive(request_body(b"x" * (LIMIT + 1), end=False), 0.0)
+
+    assert parse(answers)[0].immediate_response.status.code == 413
+    assert (exchange.waiting, admission.places) == (False, {})
+    assert exchange.resume(1.0) == exchange.give_up(1.0) == []
+
+
+@pytest.mark.parametrize("needs_body", [False, True])
+def test_busy_workers_make_it_wait_at_its_headers_or_its_body(registry, pool, policy, needs_body):
+    """Envoy is asked for patience with the message that is to be answered."""
+    policy.needs_body = needs_body
+    limit_to(pool, 1)
+    leases = [pool.acquire(worker) for worker in pool.members]
+    exchange, _ = gated(registry, concurrent=10, admit=1)
+
+    answers = exchange.receive(first(BUFFERED), 0.0)
+    if needs_body:
+        assert parse(answers) == [ProcessingResponse(request_headers={})]
+        answers = exchange.receive(request_body(b"{}"), 1.0)
+
+    only_patience(answers, 12)
+    assert exchange.resume(2.0) == []
+    assert exchange.waiting
+    leases[1].release(3.0)
+    (answer,) = parse(exchange.resume(3.0))
+    assert answer.WhichOneof("response") == ("request_body" if needs_body else "request_headers")
+    assert endpoints(answer)[0] == ALL[1]
+    assert answer.HasField("mode_override") is not needs_body
+
+
+def test_each_message_may_ask_for_patience_once(registry, pool, policy):
+    """At the gate with the headers, then for a worker with the body."""
+    policy.needs_body = True
+    limit_to(pool, 1)
+    for worker in pool.members:
+        pool.acquire(worker)
+    exchange, admission = gated(registry)
+
+    only_patience(exchange.receive(first(BUFFERED), 0.0), 12)
+    admission.release()
+    assert parse(exchange.resume(1.0)) == [ProcessingResponse(request_headers={})]
+
+    only_patience(exchange.receive(request_body(b"{}"), 2.0), 12)
+
+
+def test_second_wait_of_one_message_says_nothing_more(registry, pool):
+    """Envoy would take no second one; the first covers both."""
+    limit_to(pool, 1)
+    for worker in pool.members:
+        pool.acquire(worker)
+    exchange, admission = gated(registry)
+    exchange.receive(first(BUFFERED), 0.0)
+    admission.release()
+
+    assert exchange.resume(1.0) == []
+    assert exchange.waiting
+    assert exchange.ticket.deadline == 10.0
+
+
+@pytest.mark.parametrize("needs_body", [False, True])
+def test_without_any_worker_it_waits_before_its_body_is_read(registry, policy, needs_body):
+    """The body stays where it is until there is somebody to read it for."""
+    policy.needs_body = needs_body
+    reset(registry)
+    exchange, _ = gated(registry, concurrent=5, admit=1, no_worker_s=30.0)
+
+    only_patience(exchange.receive(first(BUFFERED), 0.0), 42)
+    assert exchange.resume(1.0) == []
+    reset(registry, "http://10.0.0.1:8000")
+    (answer,) = parse(exchange.resume(2.0))
+
+    if needs_body:
+        assert answer == ProcessingResponse(request_headers={})
+        (answer,) = parse(exchange.receive(request_body(b"{}"), 3.0))
+    assert endpoints(answer) == ALL[:1]
+
+
+@pytest.mark.parametrize(
+    ("place", "status", "code"),
+    [
+        ("gate", 408, "queue_timeout"),
+        ("busy", 408, "queue_timeout"),
+        ("nobody", 503, "no_worker_available"),
+    ],
+)
+def test_who_has_waited_long_enough_is_refused(registry, pool, place, status, code):
+    """For the reason that it waited for, and its place is free."""
+    exchange, admission = gated(registry, no_worker_s=30.0)
+    if place != "gate":
+        admission.release()
+    if place == "busy":
+        limit_to(pool, 0)
+    if place == "nobody":
+        reset(registry)
+    exchange.receive(first(BUFFERED), 0.0)
+    assert exchange.waiting
+
+    (answer,) = parse(exchange.give_up(10.0))
+
+    assert answer.immediate_response.status.code == status
+    assert json.loads(answer.immediate_response.body)["error"]["code"] == code
+    assert (exchange.waiting, admission.places) == (False, {})
+    assert exchange.give_up(11.0) == exchange.resume(11.0) == []
+    exchange.close(12.0)
+    assert admission.admitted == (place == "gate")
+
+
+def test_full_queue_says_when_to_come_again(registry):
+    """Retry-After beside the type of the body."""
+    exchange, _ = gated(registry, queue=0)
+
+    (answer,) = parse(exchange.receive(first(BUFFERED), 0.0))
+
+    assert answer.immediate_response.status.code == 429
+    headers = set_headers(answer.immediate_response.headers)
+    assert headers == {"content-type": b"application/json", "retry-after": b"10"}
+
+
+@pytest.mark.parametrize("stage", ["gate", "under way", "refused"])
+def test_close_gives_back_what_it_holds(registry, stage):
+    """Its place in the queue or its place past the gate, once."""
+    exchange, admission = gated(registry, queue=0 if stage == "refused" else 5)
+    if stage == "under way":
+        admission.release()
+    exchange.receive(first(BUFFERED), 0.0)
+
+    exchange.close(1.0)
+    exchange.close(2.0)
+
+    assert admission.places == {}
+    assert admission.admitted == (stage != "under way")
+
+
+def test_observer_never_waits(registry, pool):
+    """Envoy asks for the record only and waits for no answer: it neither queues nor is refused aloud."""
+    limit_to(pool, 0)
+    exchange, admission = gated(registry)
+    message = first(BUFFERED)
+    message.observability_mode = True
+
+    assert exchange.receive(message, 0.0) == []
+
+    assert (exchange.waiting, admission.admitted) == (False, 1)
+    exchange.close(1.0)
+    assert admission.admitted == 1
+
+
+def test_request_that_waited_is_renamed_like_any_other(registry, pool):
+    """An alias is replaced once, after the wait, however often it was looked at."""
+    limit_to(pool, 0)
+    router = Router(registry, random.Random(1), aliases={"short": "llama"})
+    admission = Admission(Limits(queue=1))
+    exchange = Exchange(router, ids=random.Random(2), max_body_bytes=LIMIT, admission=admission)
+    exchange.receive(first(BUFFERED), 0.0)
+    exchange.receive(request_body(b'{"model": "short"}'), 0.0)
+    assert exchange.resume(1.0) == []
+    limit_to(pool, 1)
+
+    (answer,) = parse(exchange.resume(2.0))
+
+    assert common(answer).body_mutation.body == b'{"model": "llama"}'
+
+
+def limit_to(pool, limit):
+    for worker in pool.members:
+        worker.limit = limit
+    pool.look_at_limits()

@@ -325,9 +325,10 @@ async def test_changes_are_logged(fleet):
     assert [(e["log_level"], e["event"], e.get("reason", "")) for e in entries] == [
         ("info", "worker starting", "its first health check is under way"),
         ("info", "worker healthy", ""),
-        ("warning", "worker ejected", "errors in a row (5xx)"),
+        ("warning", "worker ejected", entries[2]["reason"]),
         ("info", "worker removed", ""),
     ]
+    assert entries[2]["reason"].startswith("errors in a row (5xx); it is tried again at ")
     assert {e["worker"] for e in entries} == {A}
 
 

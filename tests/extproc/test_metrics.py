@@ -9,14 +9,18 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from extproc.circuit import CircuitState
 from extproc.errors import Refusal
 from extproc.metrics import Metrics
+from extproc.retry_budget import RetryBudget
 from tests.fleets import registry_of, remove, reset, say
 
 
 @pytest.fixture
 def metrics(registry):
-    return Metrics("round_robin", registry)
+    metrics = Metrics("round_robin", registry)
+    metrics.watch_retries(RetryBudget(ratio=0.2, most=5))
+    return metrics
 
 
 def families(metrics):
@@ -36,6 +40,10 @@ def value(metrics, name, **labels):
         ("vllm_extproc_stream_errors", "counter", {"kind"}),
         ("vllm_extproc_requests", "counter", {"worker", "code"}),
         ("vllm_extproc_retries", "counter", set()),
+        ("vllm_extproc_retry_budget_exhausted", "counter", set()),
+        ("vllm_extproc_retry_budget_tokens", "gauge", set()),
+        ("vllm_extproc_circuit_state", "gauge", {"worker"}),
+        ("vllm_extproc_circuit_transitions", "counter", {"worker", "to"}),
         ("vllm_extproc_client_aborts", "counter", set()),
         ("vllm_extproc_request_duration_seconds", "histogram", {"le"}),
         ("vllm_extproc_time_to_first_byte_seconds", "histogram", {"le"}),
@@ -51,6 +59,7 @@ def value(metrics, name, **labels):
 def test_metric_is_there_under_its_documented_name(metrics, name, kind, labels):
     """Name, type and labels are an interface; the help is a sentence."""
     metrics.count_request("http://a", "200")
+    metrics.count_transition("http://a", CircuitState.OPEN)
 
     family = families(metrics)[name]
 
@@ -146,7 +155,14 @@ def test_states_of_workers_are_read_when_asked():
         for sample in families(metrics)["vllm_extproc_worker_healthy"].samples
     }
 
-    assert states == {"starting": 1, "healthy": 1, "unhealthy": 0, "ejected": 0, "draining": 1}
+    assert states == {
+        "starting": 1,
+        "healthy": 1,
+        "unhealthy": 0,
+        "ejected": 0,
+        "half_open": 0,
+        "draining": 1,
+    }
     assert healthy == {"http://10.0.0.1": 1, "http://10.0.0.2": 0, "http://10.0.0.3": 0}
     assert value(metrics, "vllm_extproc_workers", pool="default") == 1
 

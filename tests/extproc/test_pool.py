@@ -365,3 +365,37 @@ def test_worker_with_another_weight_is_the_same(registry, pool):
 
     heavy = member(pool, A)
     assert (heavy.weight, heavy is before) == (2.0, True)
+
+
+def test_pool_knows_whether_any_candidate_has_a_limit(pool):
+    """Only then is anybody looked at one by one."""
+    assert not pool.limited
+
+    pool.members[1].limit = 3
+    pool.look_at_limits()
+    assert pool.limited
+
+    pool.set_candidates(pool.members[2:])
+    assert not pool.limited
+
+
+def test_pool_tells_who_is_offered_for_a_model(pool):
+    """Candidates only, of the model where it makes a difference."""
+    first, second, third = pool.members
+    pool.set_candidates((first, second), {"adapter": (second,)})
+
+    assert [pool.offers(worker) for worker in (first, second, third)] == [True, True, False]
+    assert [pool.offers(worker, "adapter") for worker in (first, second)] == [False, True]
+    assert pool.distinguishes("adapter")
+    assert not pool.distinguishes("other")
+
+
+def test_open_circuits_may_be_those_of_one_model(pool):
+    """Or those of all workers."""
+    assert not pool.is_tripped("a")
+
+    pool.set_candidates((), {"a": ()}, tripped=frozenset({"a"}))
+    assert (pool.is_tripped("a"), pool.is_tripped("b"), pool.is_tripped()) == (True, False, False)
+
+    pool.set_candidates((), tripped=True)
+    assert pool.is_tripped("b")

@@ -36,7 +36,7 @@ from extproc.clusters import (
     pool_name,
 )
 from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec, WorkerType
-from extproc.engine import Memory, State
+from extproc.engine import PICKABLE, Memory, State
 from extproc.errors import WorkerExistsError
 from extproc.models import Load, ModelList
 from extproc.registry import ADMIN_SOURCE, Change, Registry, Settings
@@ -764,11 +764,11 @@ def test_worker_that_passes_is_asked_for_its_models_before_it_is_picked():
 
 
 @pytest.mark.parametrize(
-    ("leave", "back"),
-    [(World.fails, World.passes), (World.ejects, World.unejects)],
+    ("leave", "back", "state"),
+    [(World.fails, World.passes, "healthy"), (World.ejects, World.unejects, "half_open")],
     ids=["unhealthy", "ejected"],
 )
-def test_worker_that_returns_is_asked_again_before_it_is_picked(leave, back):
+def test_worker_that_returns_is_asked_again_before_it_is_picked(leave, back, state):
     """It may have been started anew with other models."""
     world = World(A, B)
     world.serve(a="x", b="x")
@@ -779,23 +779,38 @@ def test_worker_that_returns_is_asked_again_before_it_is_picked(leave, back):
     assert (world[B].state, world[B].reason) == ("starting", "it is being asked for its models")
     assert world.candidates() == [A]
     world.learn(B, "y")
-    assert (world.states()[B], world[B].cluster, world[B].target) == ("healthy", "default", "y")
+    assert (world.states()[B], world[B].cluster, world[B].target) == (state, "default", "y")
     world.passes_in("y", B)
-    assert (world.states()[B], world[B].cluster) == ("healthy", "y")
+    assert (world.states()[B], world[B].cluster) == (state, "y")
 
 
 def test_worker_that_is_judged_twice_returns_only_when_both_are_over():
-    """Ejected and unhealthy: passing alone is not enough."""
+    """Ejected and unhealthy: the end of the ejection alone is not enough."""
     world = healthy(A)
     world.ejects(A)
     world.fails(A)
 
-    world.passes(A)
-    assert world.states() == {A: "ejected"}
     world.unejects(A)
+    assert world.states() == {A: "unhealthy"}
+    world.passes(A)
     world.learn(A)
 
-    assert world.states() == {A: "healthy"}
+    assert world.states() == {A: "half_open"}
+
+
+def test_worker_whose_health_returns_is_tried_though_its_circuit_is_open():
+    """It may have been started anew; one that passed all the time stays out for its time."""
+    world = healthy(A, B)
+    world.ejects(A)
+    world.ejects(B)
+    world.fails(A)
+    assert world.states() == {A: "ejected", B: "ejected"}
+
+    world.passes(A)
+    world.passes(B)
+    world.learn(A)
+
+    assert world.states() == {A: "half_open", B: "ejected"}
 
 
 def test_event_of_another_cluster_does_not_concern_a_worker():
@@ -1126,7 +1141,7 @@ def test_worker_that_is_ejected_stays_where_it_is():
 
     world.unejects(B)
     world.learn(B, "y")
-    assert (world.states()[B], world[B].cluster) == ("healthy", "y")
+    assert (world.states()[B], world[B].cluster) == ("half_open", "y")
 
 
 def test_requests_of_a_worker_that_moves_to_another_pool_are_counted_with_it():
@@ -2056,9 +2071,9 @@ class Histories(RuleBasedStateMachine):
             assert list(pool.candidates) == [w for w in pool.members if w in pool.candidates]
             picked = [of[w] for w in pool.candidates]
             assert all(e.state is not State.DRAINING for e in picked)
-            healthy = [e for e in map(of.get, pool.members) if e.state is State.HEALTHY]
+            healthy = [e for e in map(of.get, pool.members) if e.state in PICKABLE]
             if healthy:
-                assert all(e.state is State.HEALTHY for e in picked)
+                assert all(e.state in PICKABLE for e in picked)
                 assert len({e.suspended for e in picked}) == 1
                 assert picked[0].suspended is all(e.suspended for e in healthy)
             else:
@@ -2221,3 +2236,45 @@ def test_worker_that_an_earlier_run_had_asked_is_picked_at_once_after_a_restart(
     after.passes(A)
 
     assert (after.states(), after.candidates()) == ({A: "healthy"}, [A])
+
+
+def test_pool_is_tripped_while_all_its_circuits_are_open():
+    """Ejected for their answers. One that is being drained does not count, one that is down does."""
+    world = healthy(A, B, C)
+    (pool,) = world.registry.pools
+    world.ejects(A, B)
+    assert not pool.is_tripped()
+
+    world.registry.drain(C, NOW + 60)
+    world.commit()
+    assert pool.is_tripped()
+
+    world.fails(B)
+    assert world.states()[B] == "ejected"
+    assert not pool.is_tripped()
+
+
+def test_pool_is_tripped_for_a_model_that_only_open_circuits_serve():
+    """The others of the pool cannot help."""
+    world = World(A, B)
+    world.serve(a="x lora", b="x")
+    world.ejects(A)
+    (pool,) = world.registry.pools
+
+    assert pool.is_tripped("lora")
+    assert not pool.is_tripped("x")
+    assert not pool.is_tripped()
+
+
+def test_pool_of_workers_that_are_all_drained_or_gone_is_not_tripped():
+    """There is nobody who answers with errors."""
+    world = healthy(A)
+    (pool,) = world.registry.pools
+    world.ejects(A)
+    world.registry.drain(A, NOW + 60)
+    world.commit()
+    assert not pool.is_tripped()
+
+    world.registry.remove(A, NOW)
+    world.commit()
+    assert not world.registry.pools[0].is_tripped()

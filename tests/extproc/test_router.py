@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from extproc.admission import Place, Wait
 from extproc.discovery.updates import Add, Remove
 from extproc.errors import Refusal, refusal_message
 from extproc.openai import parse_content
@@ -16,6 +17,7 @@ from extproc.router import (
     MAX_ENDPOINTS,
     MAX_NAME_SHOWN_CHARS,
     MAX_NAMES_SHOWN,
+    Held,
     Refused,
     Routed,
     Router,
@@ -698,3 +700,178 @@ def test_ranks_of_one_engine_are_one_endpoint(get):
         "http://10.0.0.1:8000@0",
         "http://10.0.0.2:8000@0",
     ]
+
+
+# --- limits of workers ------------------------------------------------------------------------------
+
+
+def limit(pool, *limits):
+    for worker, most in zip(pool.members, limits, strict=True):
+        worker.limit = most
+    pool.look_at_limits()
+
+
+def test_worker_at_its_limit_is_not_offered(get, policy):
+    """Not to the policy, and as a fallback only when nobody else is left."""
+    router, pool = start(policy)
+    limit(pool, 1, 2, 2)
+    pool.acquire(pool.members[0])
+
+    assert endpoints(router.decide(get, 0.0)) == [ENDPOINTS[1], ENDPOINTS[2]]
+
+    pool.acquire(pool.members[1])
+    pool.acquire(pool.members[1])
+    assert endpoints(router.decide(get, 0.0)) == [ENDPOINTS[2], ENDPOINTS[0], ENDPOINTS[1]]
+
+
+def test_without_room_anywhere_the_request_is_held(get, policy):
+    """For a worker of that pool; nothing was sent, and it may be asked again."""
+    router, pool = start(policy)
+    limit(pool, 1, 1, 1)
+    leases = [pool.acquire(worker) for worker in pool.members]
+
+    assert router.decide(get, 0.0) == Held(Place(Wait.BUSY, pool))
+    assert policy.sent == []
+
+    leases[2].release(1.0)
+    assert endpoints(router.decide(get, 1.0))[0] == ENDPOINTS[2]
+
+
+def test_who_comes_later_is_held_while_others_wait_for_the_same(get, policy):
+    """Though there is room."""
+    router, pool = start(policy)
+    limit(pool, 1, 1, 1)
+    place = Place(Wait.BUSY, pool)
+
+    assert router.decide(get, 0.0, ahead={place}) == Held(place)
+    assert isinstance(router.decide(get, 0.0, ahead={place._replace(model="x")}), Routed)
+
+
+def test_worker_on_probation_takes_over_for_nobody(get, policy):
+    """It is picked first or not at all, not even when it is all there is besides."""
+    router, pool = start(policy)
+    limit(pool, 1, 5, 5)
+    pool.members[1].probation = pool.members[2].probation = True
+
+    assert endpoints(router.decide(get, 0.0)) == [ENDPOINTS[0]]
+    pool.acquire(pool.members[0])
+    assert endpoints(router.decide(get, 0.0)) == [ENDPOINTS[1], ENDPOINTS[0]]
+
+
+def test_place_names_what_makes_a_difference():
+    """The model where not every worker of the pool serves it, and the subset of a gateway."""
+    router, registry = fleet()
+    llama, qwen = registry.pools
+    limit(llama, 0, 0)
+    limit(qwen, 0)
+
+    assert router.decide(chat("llama"), 0.0) == Held(Place(Wait.BUSY, llama))
+    assert router.decide(chat("lora"), 0.0) == Held(Place(Wait.BUSY, llama, "lora"))
+    assert router.decide(chat("qwen"), 0.0) == Held(Place(Wait.BUSY, qwen))
+    subset = frozenset({"10.0.0.1"})
+    held = router.decide(chat("llama"), 0.0, subset=subset)
+    assert isinstance(held, Held)
+    assert held.place.subset == subset
+
+
+# --- waiting for workers ----------------------------------------------------------------------------
+
+
+def waiting_fleet(**options):
+    """Return the fleet of ``fleet``, whose requests wait for workers for ten seconds."""
+    router, registry = fleet(**options)
+    router.wait_for_workers(10.0)
+    return router, registry
+
+
+def drop(router, registry, *keys, now=0.0):
+    """Let workers go, as the service hears of it."""
+    names = [name for key in keys for name in registry.get(key).names or ()]
+    for key in keys:
+        remove(registry, key)
+    router.on_workers(names, now)
+
+
+def test_pool_without_candidates_is_waited_for_when_that_is_on():
+    """Whether its workers are drained, unhealthy or gone."""
+    router, registry = waiting_fleet()
+    registry.drain(QWEN, 10.0)
+    registry.commit(1.0)
+
+    assert router.decide(chat("qwen"), 0.0) == Held(Place(Wait.NO_WORKER, registry.pools[1]))
+    assert served_by(router.decide(chat("llama"), 0.0)) == [LLAMA, OTHER]
+    assert router.no_worker is None
+
+
+def test_pool_whose_circuits_are_open_is_not_waited_for():
+    """They are there, and answer with errors."""
+    router, registry = waiting_fleet()
+    qwen = registry.pools[1]
+    qwen.set_candidates((), tripped=True)
+
+    assert router.decide(chat("qwen"), 0.0) == Refused(Refusal.NO_WORKER)
+
+
+def test_model_whose_workers_are_gone_is_waited_for_until_its_time_is_over():
+    """Neither 404 nor a worker of another model; one that never was is still no model."""
+    router, registry = waiting_fleet()
+    drop(router, registry, QWEN, now=100.0)
+    assert registry.uniform is False
+
+    held = Held(Place(Wait.NO_WORKER, model="qwen"))
+    assert router.decide(chat("qwen"), 101.0) == held
+    assert router.decide(chat("qwen-alias"), 101.0) == Held(
+        Place(Wait.NO_WORKER, model="qwen-alias")
+    )
+    # One pool is left: an unknown name is for its workers to judge.
+    assert served_by(router.decide(chat("never"), 101.0)) == [LLAMA, OTHER]
+    assert served_by(router.decide(chat("qwen"), 110.0)) == [LLAMA, OTHER]
+
+
+def test_bodies_are_read_while_a_model_is_absent_though_all_others_are_alike():
+    """Else its requests would go to workers of another model."""
+    registry = registry_of(LLAMA, QWEN)
+    say(registry, LLAMA, "llama")
+    say(registry, QWEN, "qwen")
+    router = Router(registry, random.Random(1), no_worker_s=10.0)
+
+    drop(router, registry, QWEN, now=0.0)
+
+    assert registry.uniform
+    assert router.reads_model
+    assert router.decide(chat("qwen"), 1.0) == Held(Place(Wait.NO_WORKER, model="qwen"))
+    assert served_by(router.decide(chat("llama"), 11.0)) == [LLAMA]
+    assert not router.reads_model
+
+
+def test_model_that_is_back_is_absent_no_more():
+    """Its new worker serves."""
+    router, registry = waiting_fleet()
+    drop(router, registry, QWEN)
+    reset(registry, LLAMA, OTHER, "http://10.0.0.9:8000")
+    say(registry, "http://10.0.0.9:8000", "qwen")
+    router.on_workers((), 1.0)
+
+    assert served_by(router.decide(chat("qwen"), 1.0)) == ["http://10.0.0.9:8000"]
+
+
+def test_default_model_serves_what_is_absent():
+    """That is what it is for."""
+    router, registry = waiting_fleet(default_model="llama")
+    drop(router, registry, QWEN)
+
+    assert served_by(router.decide(chat("qwen"), 1.0)) == [LLAMA, OTHER]
+
+
+def test_with_nobody_at_all_every_request_waits_at_one_place():
+    """Known before a body is read."""
+    router, registry = waiting_fleet()
+    drop(router, registry, LLAMA, QWEN, OTHER)
+
+    assert router.no_worker == Place(Wait.NO_WORKER)
+    registry.pools[0].set_candidates((), tripped=True)
+    assert router.no_worker is None
+    router.wait_for_workers(0)
+    registry.pools[0].set_candidates(())
+    assert router.no_worker is None
+    assert router.decide(chat("qwen"), 0.0) == Refused(Refusal.NO_WORKER)

@@ -11,10 +11,11 @@ import grpc.aio
 import pytest
 
 from extproc.address import Address
+from extproc.admission import Admission, Limits
 from extproc.grpc_server import GrpcServer
 from extproc.metrics import Metrics
 from extproc.router import Router
-from extproc.service import PROCESS, ExtProcService
+from extproc.service import PROCESS, SLICE, ExtProcService
 from tests.extproc.envoy_messages import (
     BUFFERED,
     FULL_DUPLEX,
@@ -27,7 +28,7 @@ from tests.extproc.envoy_messages import (
     request_headers,
 )
 from tests.extproc.recorder import Recorder
-from tests.fleets import reset
+from tests.fleets import remove, reset, say
 
 TIMEOUT_S = 10
 MAX_MESSAGE_BYTES = 100_000
@@ -48,10 +49,27 @@ def metrics(registry):
 
 
 @pytest.fixture
-async def channel(registry, metrics, tmp_path):
+def limits():
+    """Return limits that no test of anything else meets."""
+    return Limits()
+
+
+@pytest.fixture
+def service(registry, metrics, limits):
+    """Return the service."""
+    router = Router(registry, random.Random(1), no_worker_s=limits.no_worker_s)
+    return ExtProcService(
+        router,
+        metrics,
+        ids=random.Random(2),
+        max_body_bytes=100,
+        admission=Admission(limits),
+    )
+
+
+@pytest.fixture
+async def channel(service, tmp_path):
     """Connect to a server with the service."""
-    router = Router(registry, random.Random(1))
-    service = ExtProcService(router, metrics, ids=random.Random(2), max_body_bytes=100)
     server = GrpcServer(service.methods(), max_message_bytes=MAX_MESSAGE_BYTES)
     await server.start(Address(path=f"{tmp_path}/s"))
     async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
@@ -331,3 +349,173 @@ async def test_many_streams_at_once_do_not_mix(open_stream, pool):
     for stream in streams:
         await end(stream)
     assert pool.in_flight == 0
+
+
+# --- having to wait -----------------------------------------------------------------------------
+
+
+def status_of(answer):
+    return parse([answer])[0].immediate_response.status.code
+
+
+async def begin(open_stream, **options):
+    """Begin an exchange; return its stream and its first answer."""
+    stream = open_stream()
+    await stream.write(headers(**options))
+    return stream, await stream.read()
+
+
+def is_patience(answer):
+    return parse([answer])[0].HasField("override_message_timeout")
+
+
+@pytest.mark.parametrize("limits", [Limits(concurrent=1, queue=5)], ids=["one at a time"])
+async def test_next_in_the_queue_goes_on_when_one_ends(open_stream, service, pool, metrics):
+    """Without anybody asking, in order of coming."""
+    first, _ = await begin(open_stream)
+    second, patience = await begin(open_stream)
+    third, _ = await begin(open_stream)
+    assert is_patience(patience)
+    assert count(metrics, "queue_waiting", reason="limit") == 2
+    assert count(metrics, "admitted") == 1
+
+    await end(first)
+    assert endpoints(parse([await second.read()])[0]) == ALL
+    assert count(metrics, "queue_waiting", reason="limit") == 1
+    second.cancel()
+    assert endpoints(parse([await third.read()])[0]) == ALL
+    await end(third)
+
+    await settles(lambda: service.admission.admitted == 0 and pool.in_flight == 0)
+    assert count(metrics, "decisions_total", policy="recorder", result="routed") == 3
+    assert count(metrics, "queue_wait_seconds_count") == 2
+
+
+@pytest.mark.parametrize("limits", [Limits(concurrent=1, queue=5, queue_s=0.2)], ids=["short"])
+async def test_who_has_waited_long_enough_is_answered(open_stream, service, metrics):
+    """By a timer of its own; a timer of one that has left does nothing."""
+    first, _ = await begin(open_stream)
+    left, _ = await begin(open_stream)
+    second, _ = await begin(open_stream)
+    left.cancel()
+
+    assert status_of(await second.read()) == 408
+
+    await end(first)
+    await settles(lambda: not service.admission.places and service.admission.admitted == 0)
+    assert count(metrics, "decisions_total", policy="recorder", result="queue_timeout") == 1
+    assert count(metrics, "queue_wait_seconds_count") == 2
+    assert errors(metrics) == {"protocol": 0, "internal": 0}
+
+
+@pytest.mark.parametrize("limits", [Limits(no_worker_s=30.0)], ids=["wait for workers"])
+async def test_change_of_workers_wakes_who_waits_for_one(
+    open_stream, service, registry, specs, pool
+):
+    """All of them, however many slices that takes."""
+    reset(registry)
+    waits = [await begin(open_stream) for _ in range(SLICE * 2 + 5)]
+    assert all(is_patience(answer) for _, answer in waits)
+
+    reset(registry, *specs)
+    service.on_workers()
+
+    for stream, _ in waits:
+        assert endpoints(parse([await stream.read()])[0]) == ALL
+        stream.cancel()
+    await settles(lambda: service.admission.admitted == 0 and pool.in_flight == 0)
+
+
+@pytest.mark.parametrize("limits", [Limits(no_worker_s=30.0)], ids=["wait for workers"])
+async def test_change_that_nobody_announces_is_noticed(open_stream, registry, specs):
+    """After a moment."""
+    reset(registry)
+    stream, _ = await begin(open_stream)
+
+    reset(registry, *specs)
+
+    assert endpoints(parse([await stream.read()])[0]) == ALL
+
+
+@pytest.mark.parametrize("limits", [Limits(concurrent=1, queue=5, no_worker_s=30.0)], ids=["all"])
+async def test_service_that_stops_refuses_who_waits_and_who_comes(
+    open_stream, service, registry, metrics
+):
+    """503 at once; what is under way is left alone."""
+    first, _ = await begin(open_stream)
+    second, _ = await begin(open_stream)
+
+    service.stop()
+
+    assert status_of(await second.read()) == 503
+    _, refused = await begin(open_stream)
+    assert status_of(refused) == 503
+    await end(first)
+    reset(registry)
+    _, refused = await begin(open_stream)
+    assert status_of(refused) == 503
+    assert count(metrics, "decisions_total", policy="recorder", result="no_worker_available") == 3
+
+
+@pytest.mark.parametrize("limits", [Limits(concurrent=1, queue=5)], ids=["one at a time"])
+async def test_higher_limit_lets_in_who_waits(open_stream, service):
+    """As soon as it is set."""
+    await begin(open_stream)
+    second, _ = await begin(open_stream)
+
+    service.set_limits(Limits(concurrent=2))
+
+    assert endpoints(parse([await second.read()])[0]) == ALL
+
+
+@pytest.mark.parametrize("limits", [Limits(queue=5)], ids=["busy"])
+async def test_room_at_a_worker_wakes_who_waits_for_it(open_stream, pool, metrics):
+    """One for each request that ends."""
+    for worker in pool.members:
+        worker.limit = 1
+    pool.look_at_limits()
+    running = [await begin(open_stream) for _ in range(3)]
+    waits = [await begin(open_stream) for _ in range(2)]
+    assert count(metrics, "queue_waiting", reason="busy") == 2
+
+    await end(running[1][0])
+
+    assert endpoints(parse([await waits[0][0].read()])[0])[0] == ALL[1]
+    assert count(metrics, "queue_waiting", reason="busy") == 1
+
+
+@pytest.mark.parametrize("policy", [Faulty()], ids=["broken policy"])
+@pytest.mark.parametrize("limits", [Limits(concurrent=1, queue=5)], ids=["one at a time"])
+async def test_fault_after_the_wait_ends_that_stream_alone(open_stream, service, metrics):
+    """Counted as a fault, and the next one gets its turn."""
+    service.admission.enter()
+    streams = [(await begin(open_stream))[0] for _ in range(3)]
+
+    service.admission.release()
+    service.wake()
+
+    for stream in streams:
+        assert (await end(stream))[0] is grpc.StatusCode.INTERNAL
+    assert errors(metrics) == {"protocol": 0, "internal": 3}
+    assert (service.admission.admitted, service.admission.places) == (0, {})
+
+
+@pytest.mark.parametrize("limits", [Limits(no_worker_s=30.0)], ids=["wait for workers"])
+async def test_models_of_removed_workers_are_waited_for(open_stream, service, registry):
+    """The service hears their names with the change."""
+    a, b, other = registry.engines
+    say(registry, a.key, "a")
+    say(registry, b.key, "b")
+    remove(registry, a.key)
+    remove(registry, other.key)
+    service.on_workers(["a"])
+    stream, answer = await begin(open_stream)
+    assert kinds([answer]) == ["request_headers"]
+    await stream.write(request_body(b'{"model": "a"}').SerializeToString())
+    assert is_patience(await stream.read())
+
+    reset(registry, "http://10.0.0.9:8000", b.spec)
+    say(registry, "http://10.0.0.9:8000", "a")
+    service.on_workers()
+
+    assert endpoints(parse([await stream.read()])[0]) == ["10.0.0.9:8000"]

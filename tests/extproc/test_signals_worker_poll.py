@@ -178,7 +178,7 @@ async def test_worker_that_comes_back_is_asked_at_once(answers):
         assert engine.state is State.STARTING
         await asyncio.sleep(0.1)
 
-    assert (engine.base_models, engine.state) == ({"y"}, State.HEALTHY)
+    assert (engine.base_models, engine.state) == ({"y"}, State.HALF_OPEN)
 
 
 @pytest.mark.looptime

@@ -427,3 +427,11 @@ def test_verdicts_are_kept_for_whom_it_is_said():
     assert verdicts.get(*HERE) == PASSING
     assert verdicts.get("q", HERE[1]) == UNKNOWN
     assert verdicts.on_line(other) == ("q", HERE[1])
+
+
+def test_endpoint_is_down_when_its_checks_or_connections_fail():
+    """Rather than when it answers with errors."""
+    assert not Verdict(passing=True).down
+    assert not Verdict(passing=True, ejected=True, ejection="errors in a row (5xx)").down
+    assert Verdict(passing=False, ejected=True, ejection="errors in a row (5xx)").down
+    assert Verdict(passing=True, ejected=True, ejection="connections failed in a row").down

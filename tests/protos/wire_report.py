@@ -45,6 +45,7 @@ MOVED = {
     "HeaderSendMode": filter_config.ProcessingModeHeaderSendMode,
     "HealthCheckConfig": endpoint.EndpointHealthCheckConfig,
     "HealthStatus": core.HealthStatus,
+    "Identifier": access_log.StreamAccessLogsMessageIdentifier,
     "HTTPAccessLogEntries": access_log.StreamAccessLogsMessageHttpAccessLogEntries,
     "HTTPAccessLogEntry": access_log_data.HttpAccessLogEntry,
     "HTTPRequestProperties": access_log_data.HttpRequestProperties,
@@ -198,7 +199,7 @@ def _sample(message: Message) -> None:
         case "google.protobuf.Any":
             message.Pack(core_pb2.Node(id="x"))  # type: ignore[attr-defined]
             message.type_url = "type.googleapis.com/envoy.config.core.v3.Node"  # type: ignore[attr-defined]
-        case "google.protobuf.Duration":
+        case "google.protobuf.Duration" | "google.protobuf.Timestamp":
             message.FromMilliseconds(2500)  # type: ignore[attr-defined]
         case _:
             chosen = set()

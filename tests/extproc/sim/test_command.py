@@ -61,7 +61,8 @@ def test_flags_become_settings():
         "--host ::1 --port 1 --name n --model a b --model c --hardware h200 --speed 0 --kv-blocks 5 "
         "--max-num-seqs 6 --max-num-batched-tokens 7 --max-model-len 8 --itl-ms 9 --ttft-ms 10 "
         "--record 11 --seed 12 --fail-first-n 13 --status-code 514 --random-fail-rate 0.15 "
-        "--crash-on-request 16 --stall-after 17 --reset-after 18 --health-status 519 "
+        "--crash-on-request 16 --stall-after 17 --reset-after 18 --health-status 519 --slowdown 1.5 "
+        "--retry-after 23 "
         "--lora-modules x y=/p --lora-modules z --root-path /r --ssl-certfile c.pem --ssl-keyfile k.pem "
         "--api-key secret --startup-delay 20 --data-parallel-size 21 --data-parallel-start-rank 22"
     )
@@ -92,10 +93,12 @@ def test_flags_become_settings():
         faults=Faults(
             fail_first_n=13,
             status_code=514,
+            retry_after_s=23,
             random_fail_rate=0.15,
             crash_on_request=16,
             stall_after=17,
             reset_after=18,
+            slowdown=1.5,
             health_status=519,
         ),
     )

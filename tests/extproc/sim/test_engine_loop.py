@@ -91,6 +91,42 @@ async def test_speed_divides_the_time(start_loop, speed):
 
 
 @pytest.mark.looptime
+@pytest.mark.parametrize("pace", [None, Pace(ttft_s=0.00721, itl_s=0.00721)])
+async def test_slowdown_multiplies_the_time(start_loop, pace):
+    """From when it is set, in the middle of an answer too, and back; the engine's own figures do not change."""
+    clock = asyncio.get_running_loop().time
+    loop = start_loop(1, clock=clock, pace=pace)
+    generation = loop.submit([work(300)])
+    (choice,) = generation.choices
+    passed = []
+    for part, factor in enumerate((1, 20, 1), start=1):
+        loop.set_slowdown(factor)
+        began = clock()
+        while choice.produced < 100 * part:
+            await generation.advanced()
+        passed.append(clock() - began)
+
+    assert passed == pytest.approx([0.721, 20 * 0.721, 0.721], rel=0.03)
+    assert loop.engine.statistics.itl.total == pytest.approx(299 * 0.00721, rel=0.01)
+
+
+@pytest.mark.looptime
+async def test_end_of_a_slowdown_is_seen_in_the_middle_of_a_step(start_loop):
+    """A step that would take hours ends when the fault does."""
+    clock = asyncio.get_running_loop().time
+    loop = start_loop(1, clock=clock)
+    loop.set_slowdown(1_000_000)
+    generation = loop.submit([work(2)])
+    await asyncio.sleep(60)
+
+    began = clock()
+    loop.set_slowdown(1)
+    await generation.finished()
+
+    assert clock() - began < 0.2
+
+
+@pytest.mark.looptime
 async def test_an_idle_loop_starts_a_request_when_it_comes(start_loop):
     """The time before does not count as a lag to catch up with."""
     clock = asyncio.get_running_loop().time

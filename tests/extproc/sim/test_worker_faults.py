@@ -30,6 +30,35 @@ async def test_the_first_requests_fail_with_the_status_asked_for(start_worker, h
     assert [arrival.status for arrival in worker.recorder][-3:] == [503, 503, 200]
 
 
+async def test_a_failure_says_when_to_try_again(start_worker, http, chat_body):
+    """Only while the fault says so, and only failed requests do."""
+    worker = await start_worker(faults=Faults(fail_first_n=2, status_code=429, retry_after_s=7))
+
+    failed = await http.post(worker.url + CHAT, json=chat_body())
+    worker.set_faults(retry_after_s=None, fail_first_n=1)
+    others = [await http.post(worker.url + CHAT, json=chat_body()) for _ in range(2)]
+
+    assert failed.headers["Retry-After"] == "7"
+    assert [answer.status for answer in others] == [429, 200]
+    assert ["Retry-After" in answer.headers for answer in others] == [False, False]
+
+
+async def test_slowdown_stretches_a_stream_that_has_begun(start_worker, http, chat_body):
+    """A token a minute becomes one every 6 ms and back, while the stream is open."""
+    worker = await start_worker(itl_ms=6, ttft_ms=0, faults=Faults(slowdown=10_000))
+    async with http.post(worker.url + CHAT, json=chat_body(stream=True, max_tokens=6)) as answer:
+        await answer.content.readuntil(b"\n\n")
+        await answer.content.readuntil(b"\n\n")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(answer.content.readany(), 0.05)
+
+        await http.post(worker.url + "/_sim/faults", data=b'{"slowdown": 1}')
+
+        rest = await answer.content.read()
+    assert rest.count(b"data: ") == 5 + 1
+    assert worker.recorder[-1].outcome is Outcome.ENDED
+
+
 async def test_a_stalled_stream_stays_open_and_goes_on_when_healed(start_worker, http, chat_body):
     """Three tokens, then silence, then the rest."""
     worker = await start_worker(faults=Faults(stall_after=3))

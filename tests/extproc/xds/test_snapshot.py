@@ -13,12 +13,22 @@ import pytest
 from extproc.address import Address
 from extproc.clusters import ClusterView, EndpointView
 from extproc.xds.endpoint import build_endpoints
-from extproc.xds.model import HealthChecks, WorkerTls
+from extproc.xds.model import (
+    Access,
+    ApiKey,
+    ApiKeys,
+    HealthChecks,
+    Passwords,
+    RateLimits,
+    WorkerTls,
+)
 from extproc.xds.snapshot import (
     CLUSTER_TYPE,
     ENDPOINT_TYPE,
+    EXTENSION_TYPE,
     LISTENER_TYPE,
     ROUTE_TYPE,
+    SECRET_TYPE,
     TYPES,
     Resources,
     build_snapshot,
@@ -116,6 +126,12 @@ CHANGES = {
     "decision timeout": ({"decision_timeout_s": 1.0}, {LISTENER_TYPE}),
     "idle timeout": ({"idle_timeout_s": 1.0}, {LISTENER_TYPE, ROUTE_TYPE}),
     "admin address": ({"admin_address": Address("127.0.0.1", 1)}, {CLUSTER_TYPE}),
+    "keys of clients": ({"access": Access(ApiKeys((ApiKey("a", "k"),)))}, {EXTENSION_TYPE}),
+    "passwords": ({"access": Access(Passwords("a:{SHA}x"))}, {EXTENSION_TYPE, ROUTE_TYPE}),
+    "key for workers": ({"access": Access(worker_api_key="k")}, {SECRET_TYPE, EXTENSION_TYPE}),
+    "web pages": ({"access": Access(cors_origins=("*",))}, {ROUTE_TYPE}),
+    "rates": ({"rate_limits": RateLimits(1, 1)}, {EXTENSION_TYPE}),
+    "id headers": ({"request_id_headers": ("x-trace-id",)}, {LISTENER_TYPE}),
     "fail closed": ({"fail_closed": True}, ALL_BUT_ENDPOINTS),
     "full duplex": ({"full_duplex": True}, {LISTENER_TYPE}),
 }
@@ -150,6 +166,17 @@ def test_only_what_changed_has_a_new_version(model, snapshot, change, changed):
     assert changed_types(snapshot, after) == changed
     for type_url in set(TYPES) - changed:
         assert after.resources[type_url].by_name == snapshot.resources[type_url].by_name
+
+
+@pytest.mark.slow
+def test_another_key_for_workers_is_another_secret_and_nothing_else(model):
+    """The filter that shows it only names it."""
+    before, after = (
+        build_snapshot(dataclasses.replace(model, access=Access(worker_api_key=key)))
+        for key in ("old", "new")
+    )
+
+    assert changed_types(before, after) == {SECRET_TYPE}
 
 
 def by_ip(ip):
@@ -217,7 +244,9 @@ def test_resources_stand_under_their_names(model, snapshot):
     assert names == {
         CLUSTER_TYPE: ["default", "extproc_admin"],
         ENDPOINT_TYPE: ["default"],
+        SECRET_TYPE: [],
         LISTENER_TYPE: ["ingress"],
+        EXTENSION_TYPE: ["client-auth", "rate-limit", "worker-key"],
         ROUTE_TYPE: ["ingress"],
     }
     raw = snapshot.resources[ENDPOINT_TYPE].by_name["default"]

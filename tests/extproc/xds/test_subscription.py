@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from extproc.xds.snapshot import (
     CLUSTER_TYPE,
     ENDPOINT_TYPE,
+    EXTENSION_TYPE,
     LISTENER_TYPE,
     ROUTE_TYPE,
+    SECRET_TYPE,
     TYPES,
     Resources,
     Snapshot,
@@ -18,20 +20,24 @@ from extproc.xds.snapshot import (
 from extproc.xds.subscription import AdsSession, Nack
 from protos.discovery_pb2 import DiscoveryRequest
 
-TLS_TYPE = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.Secret"
+RUNTIME_TYPE = "type.googleapis.com/envoy.service.runtime.v3.Runtime"
 NAMES = {
     CLUSTER_TYPE: ("default", "extproc_admin"),
     ENDPOINT_TYPE: ("default",),
+    SECRET_TYPE: ("worker-key",),
     LISTENER_TYPE: ("ingress",),
+    EXTENSION_TYPE: ("auth", "rates"),
     ROUTE_TYPE: ("ingress",),
 }
-ASKED = {CLUSTER_TYPE: (), ENDPOINT_TYPE: ("default",), LISTENER_TYPE: (), ROUTE_TYPE: ("ingress",)}
+ASKED = {**NAMES, CLUSTER_TYPE: (), LISTENER_TYPE: ()}
 """What Envoy names in its requests: clusters and listeners are wildcards."""
 
 
-def snapshot(clusters=1, endpoints=1, listeners=1, routes=1):
+def snapshot(clusters=1, endpoints=1, secrets=1, listeners=1, extensions=1, routes=1):
     """Resources whose content is a number: another number, another version."""
-    numbers = dict(zip(TYPES, (clusters, endpoints, listeners, routes), strict=True))
+    numbers = dict(
+        zip(TYPES, (clusters, endpoints, secrets, listeners, extensions, routes), strict=True)
+    )
     return Snapshot(
         {
             type_url: Resources(
@@ -90,9 +96,9 @@ def test_first_request_is_answered_with_the_snapshot(session, type_url):
 def test_every_response_has_a_nonce_of_its_own(session):
     """Also across types: a nonce names one response."""
     responses = [session.on_request(ask(type_url))[0][0] for type_url in TYPES]
-    responses += session.on_snapshot(snapshot(2, 2, 2, 2))
+    responses += session.on_snapshot(snapshot(*[2] * 6))
 
-    assert len({response.nonce for response in responses}) == len(responses) == 8
+    assert len({response.nonce for response in responses}) == len(responses) == 12
 
 
 def test_ack_is_not_answered(session):
@@ -144,10 +150,10 @@ def test_first_version_refused_is_not_serving_and_a_later_one_refused_is(session
 
 @pytest.mark.parametrize("missing", TYPES)
 def test_serving_only_when_every_type_is_acknowledged(session, missing):
-    """Asked for is not enough, nor is all but one."""
+    """Asked for is not enough, nor is all but one; filters and secrets count once Envoy asks for them."""
     assert not session.serving()
     subscribe(session, *(type_url for type_url in TYPES if type_url != missing))
-    assert not session.serving()
+    assert session.serving() == (missing in (SECRET_TYPE, EXTENSION_TYPE))
 
     (response,), _ = session.on_request(ask(missing))
     assert not session.serving()
@@ -171,7 +177,7 @@ def test_answer_to_an_older_response_is_stale(session, error):
 def test_stale_ack_does_not_make_the_new_version_serving(session):
     """The version that Envoy has is the one of the nonce."""
     nonces = {type_url: session.on_request(ask(type_url))[0][0].nonce for type_url in TYPES}
-    newer = session.on_snapshot(snapshot(2, 2, 2, 2))
+    newer = session.on_snapshot(snapshot(*[2] * 6))
 
     for type_url in TYPES:
         session.on_request(ask(type_url, nonce=nonces[type_url]))
@@ -240,7 +246,7 @@ def test_resource_that_is_not_named_is_not_sent(session):
     assert values(response) == []
 
 
-@pytest.mark.parametrize("type_url", [ENDPOINT_TYPE, ROUTE_TYPE])
+@pytest.mark.parametrize("type_url", [ENDPOINT_TYPE, SECRET_TYPE, EXTENSION_TYPE, ROUTE_TYPE])
 def test_naming_nothing_any_more_ends_the_interest(session, type_url):
     """Only clusters and listeners are wildcards; here no names means no resources."""
     nonce = subscribe(session, type_url)[type_url]
@@ -251,7 +257,7 @@ def test_naming_nothing_any_more_ends_the_interest(session, type_url):
 
 
 @pytest.mark.parametrize("nonce", ["", "1", "bogus"])
-@pytest.mark.parametrize("type_url", [TLS_TYPE, "", "nonsense"])
+@pytest.mark.parametrize("type_url", [RUNTIME_TYPE, "", "nonsense"])
 def test_type_that_is_not_served_gets_no_answer(session, type_url, nonce):
     """And it does not disturb the others."""
     assert session.on_request(ask(type_url, ["x"], nonce=nonce)) == ([], None)
@@ -262,7 +268,7 @@ def test_type_that_is_not_served_gets_no_answer(session, type_url, nonce):
 
 def test_snapshot_before_any_request_is_kept_for_the_first(session):
     """Nothing is sent to who has not asked."""
-    assert session.on_snapshot(snapshot(2, 2, 2, 2)) == []
+    assert session.on_snapshot(snapshot(*[2] * 6)) == []
 
     (response,), _ = session.on_request(ask(CLUSTER_TYPE))
 
@@ -281,16 +287,22 @@ def test_equal_snapshot_sends_nothing(session):
     [
         ({"clusters": 2}, [CLUSTER_TYPE, ENDPOINT_TYPE]),
         ({"endpoints": 2}, [ENDPOINT_TYPE]),
-        ({"listeners": 2}, [LISTENER_TYPE, ROUTE_TYPE]),
+        ({"secrets": 2}, [SECRET_TYPE]),
+        ({"listeners": 2}, [LISTENER_TYPE, EXTENSION_TYPE, ROUTE_TYPE]),
+        ({"extensions": 2}, [EXTENSION_TYPE]),
+        ({"secrets": 2, "extensions": 2}, [SECRET_TYPE, EXTENSION_TYPE]),
         ({"routes": 2}, [ROUTE_TYPE]),
         ({"clusters": 2, "routes": 2}, [CLUSTER_TYPE, ENDPOINT_TYPE, ROUTE_TYPE]),
-        ({"endpoints": 2, "listeners": 2}, [ENDPOINT_TYPE, LISTENER_TYPE, ROUTE_TYPE]),
-        ({"clusters": 2, "endpoints": 2, "listeners": 2, "routes": 2}, list(TYPES)),
+        (
+            {"endpoints": 2, "listeners": 2},
+            [ENDPOINT_TYPE, LISTENER_TYPE, EXTENSION_TYPE, ROUTE_TYPE],
+        ),
+        (dict.fromkeys(("clusters", "endpoints", "secrets", "listeners"), 2), list(TYPES)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
 def test_changes_are_sent_make_before_break(session, new, sent):
-    """What is referred to comes first; endpoints follow their clusters, routes their listeners."""
+    """What is referred to comes first; endpoints follow clusters, filters and routes listeners."""
     subscribe(session)
 
     responses = session.on_snapshot(snapshot(**new))
@@ -319,10 +331,10 @@ def test_unacknowledged_version_is_not_sent_twice(session):
 
 steps = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.sampled_from([*TYPES, TLS_TYPE]), st.booleans()),
+        st.tuples(st.just("ask"), st.sampled_from([*TYPES, RUNTIME_TYPE]), st.booleans()),
         st.tuples(st.just("ack"), st.integers(0, 9), st.booleans()),
         st.tuples(st.just("nack"), st.integers(0, 9), st.booleans()),
-        st.tuples(st.just("snapshot"), st.tuples(*[st.integers(1, 3)] * 4), st.booleans()),
+        st.tuples(st.just("snapshot"), st.tuples(*[st.integers(1, 3)] * 6), st.booleans()),
     ),
     max_size=40,
 )
@@ -374,7 +386,7 @@ def test_any_order_of_answers_and_snapshots_ends_acknowledged(steps, cautious):
     for type_url in set(TYPES) - asked:
         asked.add(type_url)
         deliver(session.on_request(ask(type_url))[0])
-    current = snapshot(9, 9, 9, 9)
+    current = snapshot(*[9] * 6)
     deliver(session.on_snapshot(current))
     for type_url in TYPES:
         rounds = 0

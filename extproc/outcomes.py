@@ -1,0 +1,61 @@
+"""What follows from how attempts ended: circuits, retries that are left, and whom to leave alone for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from extproc.attempt import Attempt
+from extproc.fleet import Fleet
+from extproc.retry_budget import RetryBudget
+
+SUSPEND_S = 10.0
+"""How long a worker is left alone that was asked in vain, as long as there are others. Requests that find
+it still away are retried elsewhere, so a short time costs little."""
+
+log = structlog.get_logger(__name__)
+
+
+class Outcomes:
+    """Takes in what Envoy reports (``access_log.Listener``)."""
+
+    def __init__(self, fleet: Fleet, budget: RetryBudget, look_again: Callable[[], None]) -> None:
+        """*look_again*: called when requests that wait may find a worker with room."""
+        self._fleet = fleet
+        self._budget = budget
+        self._look_again = look_again
+
+    def on_failed(self, attempt: Attempt) -> None:
+        """Learn that *attempt* failed; its request may still be tried elsewhere."""
+        self._budget.on_failed()
+        if attempt.unanswered:
+            self._suspend(attempt.endpoint)
+        self._judge(attempt)
+
+    def on_ended(self, last: Attempt | None, *, retries: int, failed: bool) -> None:
+        """Learn that a request is over; see ``access_log.Listener``."""
+        self._budget.on_ended(retries, failed=failed)
+        if last is not None:
+            self._judge(last)
+
+    def _judge(self, attempt: Attempt) -> None:
+        if self._fleet.registry.breakers.on_attempt(attempt, self._fleet.now()):
+            self._fleet.commit()
+            self._look_again()
+
+    def _suspend(self, endpoint: str) -> None:
+        """Prefer others to a worker that was asked in vain."""
+        registry = self._fleet.registry
+        if registry.suspend(endpoint, suspended=True):
+            self._fleet.commit()
+            worker = registry.url_of(endpoint)
+            log.warning("worker suspended: it cannot be reached", worker=worker, seconds=SUSPEND_S)
+            asyncio.get_running_loop().call_later(SUSPEND_S, self._resume, endpoint)
+
+    def _resume(self, endpoint: str) -> None:
+        registry = self._fleet.registry
+        if registry.suspend(endpoint, suspended=False):
+            self._fleet.commit()
+            log.info("worker tried again", worker=registry.url_of(endpoint))
