@@ -21,7 +21,7 @@ FORGET_RATIO = 0.95
 """What is left after a second of payments in advance: a request whose client leaves between two attempts never
 settles for the first one."""
 
-USUAL_RETRIES = 2
+USUAL_RETRIES = 3
 """A request may have so many as long as there is a worker that serves and the budget is not used up: one
 worker that fails among good ones is to cost no client anything."""
 

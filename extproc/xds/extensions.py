@@ -11,14 +11,12 @@ from envoy_data_plane.envoy.config.core.v3 import TypedExtensionConfig
 from extproc.xds.client_auth import build_client_auth
 from extproc.xds.model import EnvoyModel
 from extproc.xds.rate_limit import build_rate_limit
-from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT, fill_slot
-from extproc.xds.worker_key import build_worker_key
+from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, fill_slot
 
 
-def build_extensions(model: EnvoyModel, *, static: bool = False) -> list[TypedExtensionConfig]:
-    """Return what stands in every slot of the listener; *static*: for a file that holds everything."""
+def build_extensions(model: EnvoyModel) -> list[TypedExtensionConfig]:
+    """Return what stands in every slot of the listener."""
     return [
         fill_slot(AUTH_SLOT, build_client_auth(model.access)),
         fill_slot(RATE_SLOT, build_rate_limit(model.rate_limits)),
-        fill_slot(WORKER_KEY_SLOT, build_worker_key(model.access, static=static)),
     ]

@@ -16,6 +16,7 @@ from envoy_data_plane.envoy.extensions.filters.http.jwt_authn.v3 import (
     JwtRequirement,
     RequirementRule,
 )
+from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.xds.model import CLIENT_HEADER, SignedTokens
@@ -28,6 +29,8 @@ def build_jwt_authn(auth: SignedTokens, *, keep: bool) -> Any:
     provider = JwtProvider(
         issuer=auth.issuer,
         audiences=list(auth.audiences),
+        # Without a subject its owner would be nobody, with no rate and no place in a queue of its own.
+        subjects=StringMatcher(safe_regex=RegexMatcher(regex=".+")),
         require_expiration=True,
         local_jwks=DataSource(inline_string=auth.jwks),
         from_headers=[JwtHeader(name="authorization", value_prefix="Bearer ")],

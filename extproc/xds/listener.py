@@ -30,8 +30,9 @@ from extproc.xds.extensions import build_extensions
 from extproc.xds.header_hygiene import build_early_hygiene, build_header_hygiene
 from extproc.xds.local_reply import build_local_replies
 from extproc.xds.model import LISTENER_NAME, ROUTES_NAME, EnvoyModel
-from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT, build_slot
+from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, build_slot
 from extproc.xds.wire import envoy_address, from_ads, seconds
+from extproc.xds.worker_key import build_worker_key_filters
 
 REQUEST_HEADERS_TIMEOUT_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
@@ -101,11 +102,11 @@ def build_listener(model: EnvoyModel, routes: RouteConfiguration | None = None) 
 
 def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list[HttpFilter]:
     """Return what a request passes, in order; without *read_body* (protocol upgrades) nothing waits for a body."""
-    slots = {name: build_slot(name) for name in (AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT)}
+    slots = {name: build_slot(name) for name in (AUTH_SLOT, RATE_SLOT)}
     if static:
         slots = {
             extension.name: HttpFilter(name=extension.name, typed_config=extension.typed_config)
-            for extension in build_extensions(model, static=True)
+            for extension in build_extensions(model)
         }
     return [
         build_header_hygiene(model.request_id_headers),
@@ -114,7 +115,7 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
         slots[RATE_SLOT],
         *([build_body_size_limit(model.max_payload_bytes)] if read_body else []),
         build_ext_proc(model, read_body=read_body),
-        slots[WORKER_KEY_SLOT],
+        *build_worker_key_filters(static=static),
         _router(),
     ]
 

@@ -26,10 +26,12 @@ from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
 from extproc.xds.client_auth import credentials_to_remove
 from extproc.xds.cors import build_cors_policy
 from extproc.xds.ext_proc import build_disabled
+from extproc.xds.filter_off import build_filters_off
 from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
 from extproc.xds.retry import build_retry_policy
-from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT, build_slot_off
+from extproc.xds.slots import AUTH_SLOT, RATE_SLOT
 from extproc.xds.wire import seconds
+from extproc.xds.worker_key import build_worker_key_off
 
 OPEN_PATHS = ("/finish_session", "/health_generate")
 OPEN_PREFIXES = ("/v1/models",)
@@ -132,7 +134,7 @@ def _refused_routes() -> Iterator[Route]:
             name=f"refused {name}",
             match=RouteMatch(prefix="/", headers=headers),
             direct_response=DirectResponseAction(status=400),
-            typed_per_filter_config=build_disabled(),
+            typed_per_filter_config={**build_disabled(), **build_worker_key_off()},
         )
 
 
@@ -156,7 +158,8 @@ def _open_route(model: EnvoyModel, match: RouteMatch, name: str) -> Route:
         request_headers_to_remove=credentials_to_remove(model.access),
         typed_per_filter_config={
             **build_disabled(),
-            **build_slot_off(RATE_SLOT, WORKER_KEY_SLOT),
+            **build_filters_off(RATE_SLOT),
+            **build_worker_key_off(),
             **build_cors_policy(model.access.cors_origins),
         },
     )
@@ -169,7 +172,8 @@ def _admin_route(match: RouteMatch, name: str, timeout_s: float) -> Route:
         route=RouteAction(cluster=ADMIN_CLUSTER, timeout=seconds(timeout_s)),
         typed_per_filter_config={
             **build_disabled(),
-            **build_slot_off(AUTH_SLOT, RATE_SLOT, WORKER_KEY_SLOT),
+            **build_filters_off(AUTH_SLOT, RATE_SLOT),
+            **build_worker_key_off(),
         },
     )
 
@@ -181,7 +185,10 @@ def _inference_route(model: EnvoyModel, name: str, match: RouteMatch, action: Ro
         route=action,
         request_body_buffer_limit=model.max_payload_bytes,
         request_headers_to_remove=[*INTERNAL_HEADERS, *credentials_to_remove(model.access)],
-        typed_per_filter_config=build_cors_policy(model.access.cors_origins),
+        typed_per_filter_config={
+            **build_worker_key_off(model.access),
+            **build_cors_policy(model.access.cors_origins),
+        },
     )
 
 

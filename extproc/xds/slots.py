@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.config.core.v3 import (
     ExtensionConfigSource,
     TypedExtensionConfig,
 )
-from envoy_data_plane.envoy.config.route.v3 import FilterConfig
 from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import HeaderMutation
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any
@@ -20,7 +19,6 @@ from extproc.xds.wire import from_ads
 
 AUTH_SLOT = "client-auth"
 RATE_SLOT = "rate-limit"
-WORKER_KEY_SLOT = "worker-key"
 
 _FILTERS = "type.googleapis.com/envoy.extensions.filters.http"
 _EMPTY = f"{_FILTERS}.header_mutation.v3.HeaderMutation"
@@ -34,7 +32,6 @@ SLOT_TYPES = {
         f"{_FILTERS}.jwt_authn.v3.JwtAuthentication",
     ),
     RATE_SLOT: (_EMPTY, f"{_FILTERS}.local_ratelimit.v3.LocalRateLimit"),
-    WORKER_KEY_SLOT: (f"{_FILTERS}.credential_injector.v3.CredentialInjector", _EMPTY),
 }
 """What each slot may hold."""
 
@@ -53,8 +50,3 @@ def fill_slot(name: str, config: Any) -> TypedExtensionConfig:
 def build_empty() -> Any:
     """Return a filter that does nothing."""
     return Any.pack(HeaderMutation())
-
-
-def build_slot_off(*names: str) -> dict[str, Any]:
-    """Return the per-route configuration that leaves these slots out."""
-    return {name: Any.pack(FilterConfig(disabled=True)) for name in names}

@@ -13,7 +13,7 @@ from extproc.xds.cluster import build_clusters
 from extproc.xds.listener import build_listener
 from extproc.xds.model import EnvoyModel
 from extproc.xds.route import build_routes
-from extproc.xds.worker_key import build_worker_key_secrets
+from extproc.xds.worker_key import build_worker_key_secret
 
 
 def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> dict[str, Any]:
@@ -28,8 +28,7 @@ def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> 
             *(plain(cluster) for cluster in build_clusters(model, static=True)),
         ],
     }
-    if secrets := build_worker_key_secrets(model.access):
-        config["static_resources"]["secrets"] = [plain(secret) for secret in secrets]
+    config["static_resources"]["secrets"] = [plain(build_worker_key_secret(model.access))]
     return config
 
 

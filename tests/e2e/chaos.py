@@ -39,7 +39,7 @@ DRAIN_LIMIT_S = 40.0
 PROBE_LIMIT_S = 5.0
 
 LATE_S = 1.0
-"""How long after the last byte a client may learn that there will be no more."""
+"""How much later than it is cut a client sees it: Envoy closes a connection of HTTP/1.1 after a second."""
 
 CUTTING = frozenset({"kill", "stop", "reset"})
 """Faults that cut answers; none of the others may."""

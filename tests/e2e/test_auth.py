@@ -130,6 +130,9 @@ WAYS = {
         (
             [bearer(token(exp=int(time.time()) - 3600))],
             [bearer(token(exp=None))],
+            [bearer(token(sub=None))],
+            [bearer(token(sub=""))],
+            [bearer(token(sub=7))],
             [bearer(token(iss="https://evil.example"))],
             [bearer(token(alg="none"))],
             [bearer(token(alg="HS256"))],

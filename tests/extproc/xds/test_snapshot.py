@@ -128,7 +128,7 @@ CHANGES = {
     "admin address": ({"admin_address": Address("127.0.0.1", 1)}, {CLUSTER_TYPE}),
     "keys of clients": ({"access": Access(ApiKeys((ApiKey("a", "k"),)))}, {EXTENSION_TYPE}),
     "passwords": ({"access": Access(Passwords("a:{SHA}x"))}, {EXTENSION_TYPE, ROUTE_TYPE}),
-    "key for workers": ({"access": Access(worker_api_key="k")}, {SECRET_TYPE, EXTENSION_TYPE}),
+    "key for workers": ({"access": Access(worker_api_key="k")}, {SECRET_TYPE, ROUTE_TYPE}),
     "web pages": ({"access": Access(cors_origins=("*",))}, {ROUTE_TYPE}),
     "rates": ({"rate_limits": RateLimits(1, 1)}, {EXTENSION_TYPE}),
     "id headers": ({"request_id_headers": ("x-trace-id",)}, {LISTENER_TYPE}),
@@ -244,9 +244,9 @@ def test_resources_stand_under_their_names(model, snapshot):
     assert names == {
         CLUSTER_TYPE: ["default", "extproc_admin"],
         ENDPOINT_TYPE: ["default"],
-        SECRET_TYPE: [],
+        SECRET_TYPE: ["worker_api_key"],
         LISTENER_TYPE: ["ingress"],
-        EXTENSION_TYPE: ["client-auth", "rate-limit", "worker-key"],
+        EXTENSION_TYPE: ["client-auth", "rate-limit"],
         ROUTE_TYPE: ["ingress"],
     }
     raw = snapshot.resources[ENDPOINT_TYPE].by_name["default"]

@@ -24,7 +24,7 @@ RUNTIME_TYPE = "type.googleapis.com/envoy.service.runtime.v3.Runtime"
 NAMES = {
     CLUSTER_TYPE: ("default", "extproc_admin"),
     ENDPOINT_TYPE: ("default",),
-    SECRET_TYPE: ("worker-key",),
+    SECRET_TYPE: ("worker_api_key",),
     LISTENER_TYPE: ("ingress",),
     EXTENSION_TYPE: ("auth", "rates"),
     ROUTE_TYPE: ("ingress",),
