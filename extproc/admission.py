@@ -254,8 +254,13 @@ class Admission:
         limits = self._limits
         return Ticket(tenant_of(headers), priority_of(headers), limits.queue_s, limits.no_worker_s)
 
-    def wait(self, ticket: Ticket, place: Place, now: float) -> Refusal | None:
-        """Let a request that does not wait begin to, or say why it must not."""
+    def wait(
+        self, ticket: Ticket, place: Place, now: float, *, moved: bool = False
+    ) -> Refusal | None:
+        """Let a request that does not wait begin to, or say why it must not.
+
+        *moved*: it has just waited elsewhere, and is not sent away because others wait here, too.
+        """
         if self.stopping:
             return Refusal.NO_WORKER
         match place.kind:
@@ -265,7 +270,7 @@ class Admission:
                     return Refusal.NO_WORKER
             case Wait.LIMIT | Wait.BUSY:
                 left = ticket.queue_left_s
-                if self._crowd(place) >= self._limits.queue:
+                if not moved and self._crowd(place) >= self._limits.queue:
                     return Refusal.QUEUE_FULL
                 if left <= 0:
                     return Refusal.QUEUE_TIMEOUT

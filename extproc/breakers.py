@@ -93,7 +93,7 @@ def follow(engine: Engine, verdict: Verdict | None, now: float, worker_limit: in
 def send_probe(engine: Engine, worker_limit: int) -> None:
     """Learn that a request goes to *engine*, whose circuit is half-open: no other may, to any of its ranks."""
     if engine.circuit is not None:
-        engine.circuit.on_sent()
+        engine.circuit.on_sent(engine.in_flight)
         set_limits(engine, worker_limit)
 
 

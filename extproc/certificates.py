@@ -55,8 +55,9 @@ def _text(flag: str, path: str) -> str:
     try:
         with Path(path).open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot read {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a path"
+        raise ConfigError(f"{flag}: cannot read {path}: {reason}") from error
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{flag}: {path} is larger than {MAX_FILE_BYTES} bytes")
     return data.decode(errors="replace")  # what is not ASCII can only be a remark

@@ -20,6 +20,7 @@ from extproc.named_files import check_certificates, check_files
 from extproc.registry import Registry
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 from extproc.xds.model import ApiKeys, EnvoyModel, NobodyYet, Passwords
+from extproc.xds.snapshot import build_snapshot
 from extproc.xds.standalone import build_standalone
 
 VALIDATE_TIMEOUT_S = 60.0
@@ -73,6 +74,19 @@ def secrets_of(model: EnvoyModel) -> list[str]:
         case _:
             pass
     return sorted(filter(None, found), key=len, reverse=True)
+
+
+def check_buildable(config: Config) -> None:
+    """Raise ``ConfigError`` when what Envoy must be told cannot even be written down."""
+    registry = Registry(lambda: build_policy(config), registry_settings(config))
+    registry.apply("static", Reset(config.specs()), 0)
+    registry.commit(0)
+    auth = read_auth(config)
+    try:
+        build_snapshot(envoy_model(config, registry.clusters, None, auth))
+    except Exception as error:
+        # Not its text: it may show a secret.
+        raise ConfigError(f"an option cannot be told to Envoy: {type(error).__name__}") from error
 
 
 def _model(config: Config) -> tuple[EnvoyModel, list[str]]:

@@ -75,6 +75,7 @@ class Circuit:
         "_fresh_after",
         "_idle_since",
         "_lost_at",
+        "_older",
         "_opened_at",
         "_successes",
         "failing",
@@ -103,6 +104,8 @@ class Circuit:
         self._fresh_after = 0.0
         """What was sent before is none of the probes."""
         self._successes = 0
+        self._older = 0
+        """Requests that were under way when the probe was sent."""
         self._idle_since: float | None = None
         self._ejected: set[str] = set()
         """The Envoy clusters in which it is ejected."""
@@ -143,10 +146,14 @@ class Circuit:
         self.open_until = min(resumes_at, now + self.rules.open_s)
         self.advance(now, 0)
 
-    def on_sent(self) -> None:
-        """Learn that a request has been sent there: for a half-open circuit, its probe."""
+    def on_sent(self, in_flight: int = 1) -> None:
+        """Learn that a request has been sent there: for a half-open circuit, its probe.
+
+        *in_flight*: requests under way there, this one included; the others are older.
+        """
         if self.state is CircuitState.HALF_OPEN:
             self.probing = True
+            self._older = in_flight - 1
             self._idle_since = None
 
     def on_attempt(self, attempt: Attempt, now: float) -> bool:
@@ -195,7 +202,7 @@ class Circuit:
         if self.state is CircuitState.OPEN and now >= self.open_until:
             self._half_open(now)
             return True
-        if not self.probing or in_flight:
+        if not self.probing or in_flight > self._older:
             self._idle_since = None
             return False
         if self._idle_since is None:

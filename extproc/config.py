@@ -24,7 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from extproc import config_file
-from extproc.address import Address, WorkerUrl, is_ip
+from extproc.address import Address, WorkerUrl, is_ip, is_loopback
 from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
 from extproc.discovery.updates import WorkerSpec
 from extproc.errors import ConfigError
@@ -405,6 +405,7 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"{name}: expected visible ASCII characters without spaces")
         self._check_workers()
         self._check_paths()
+        self._check_grpc()
         for url in self.api_key_validation_urls:
             check_web_url("api_key_validation_urls", url)
         self._check_headers("session_headers")
@@ -436,6 +437,10 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         if len(chosen) > 1:
             raise ValueError(
                 f"{chosen[1]}: clients cannot show {chosen[0]} as well; choose one way to authenticate them"
+            )
+        if not all(map(TOKEN.fullmatch, (self.jwt_issuer, *self.jwt_audiences))):
+            raise ValueError(
+                "jwt_issuer, jwt_audiences: expected visible ASCII characters without spaces"
             )
         for name in ("jwt_issuer", "jwt_jwks"):
             if "jwt_issuer" in chosen and not getattr(self, name):
@@ -489,6 +494,19 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.envoy_events_dir and not self.envoy_events_dir.startswith("/"):
             raise ValueError(
                 f"envoy_events_dir: expected an absolute path, got {self.envoy_events_dir!r}"
+            )
+
+    def _check_grpc(self) -> None:
+        """Keys travel to Envoy where it asks for its configuration: not over a network in the clear."""
+        grpc = Address.parse(self.grpc_address)
+        secrets = (
+            *(self.api_key, self.api_keys_file, self.htpasswd_file),
+            *(self.worker_api_key, self.tls_key),
+        )
+        if any(secrets) and not grpc.path and not is_loopback(grpc.host):
+            raise ValueError(
+                "grpc_address: keys and certificates are handed to Envoy there, and anybody may connect:"
+                " use a Unix socket, or a loopback address"
             )
 
     def weights(self) -> dict[str, float]:

@@ -66,8 +66,11 @@ def read(path: Path) -> ConfigFile:
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_reason(error)}") from None
+    except ConfigError:
+        raise
     except (yaml.YAMLError, *_FAULTS) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+        # Its own text may hold a value.
+        raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from None
     if values is None:
         values = {}
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):

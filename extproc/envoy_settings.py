@@ -167,7 +167,8 @@ def circuit_rules(config: Config) -> CircuitRules:
 
 def retry_count(config: Config) -> int:
     """Return how many attempts follow the first one at most."""
-    return 0 if config.disable_retries else config.retry_max_retries
+    off = config.disable_retries or not config.retry_budget_ratio
+    return 0 if off else config.retry_max_retries
 
 
 def unheeded_options(config: Config) -> list[str]:

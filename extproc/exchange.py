@@ -320,7 +320,7 @@ class Exchange:
             self._admission.stuck(ticket)
             return []
         self._admission.leave(ticket, now)
-        refusal = self._admission.wait(ticket, place, now)
+        refusal = self._admission.wait(ticket, place, now, moved=True)
         if refusal is None:
             return []
         self.waiting, self._asked, self._kept = False, None, []

@@ -71,6 +71,8 @@ class KeySources:
         """A URL and the keys that were last had from it."""
         self.auth = self._read(config)
         self._changed = asyncio.Event()
+        self._asked = asyncio.Event()
+        """Whether the URL has been asked once."""
 
     def configure(self, config: Config) -> None:
         """Go by *config* from now on. ``ConfigError`` when a file cannot be used; then nothing changes.
@@ -82,6 +84,13 @@ class KeySources:
             self.auth = self._read(config)
         self._config = config
         self._changed.set()
+
+    async def settle(self, limit_s: float) -> None:
+        """Wait until keys that come from a URL have been asked for once, but no longer than *limit_s* seconds."""
+        if is_url(self._config.jwt_jwks):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await self._asked.wait()
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Follow for ever; call *on_change* when ``auth`` is another."""
@@ -129,6 +138,7 @@ class KeySources:
             else:
                 pause_s, wait_s = REFETCH_S, FIRST_RETRY_S
                 look()
+            self._asked.set()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()

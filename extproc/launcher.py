@@ -307,7 +307,7 @@ class Launcher:
             )
         self._admin = EnvoyAdmin(Address(path=admin))
         self._config = self._placed(self._config)
-        self._write_config()
+        self._write_config(self._config)
         grpc = Address.parse(self._config.grpc_address)
         bootstrap = build_bootstrap(grpc, Address(path=admin), str(directory), self._limits())
         path = self._directory / "envoy.yaml"
@@ -328,11 +328,11 @@ class Launcher:
             envoy_events_dir=str(self._directory),
         )
 
-    def _write_config(self) -> None:
+    def _write_config(self, config: Config) -> None:
         """Write the configuration that the service reads, and follows: whole, or not at all."""
         fresh = self._directory / "config.yaml.new"
         fresh.touch(mode=0o600)
-        fresh.write_text(yaml.safe_dump(msgspec.to_builtins(self._config)))
+        fresh.write_text(yaml.safe_dump(msgspec.to_builtins(config)))
         fresh.replace(self._directory / "config.yaml")
 
     def _reconfigure(self, wanted: Config) -> None:
@@ -344,11 +344,18 @@ class Launcher:
         check_files(change.config)
         if not KEY_OPTIONS.isdisjoint(change.changed):
             check_keys(change.config)
+        if change.changed:
+            # The classes of Envoy take a second to load.
+            from extproc.check import check_buildable  # noqa: PLC0415
+
+            check_buildable(change.config)
+            try:
+                self._write_config(change.config)
+            except OSError as error:
+                raise ConfigError(f"it cannot be handed on: {error}") from error
+            self._config = change.config
         if change.held_back:
             log.warning("options changed that need a restart", options=list(change.held_back))
-        if change.changed:
-            self._config = change.config
-            self._write_config()
 
     def _check_ports(self) -> None:
         config = self._config

@@ -22,6 +22,7 @@ from extproc.address import Address
 from extproc.admin import build_admin_app, build_metrics_app
 from extproc.admission import Admission
 from extproc.certificates import files_of, load_certificates
+from extproc.check import check_buildable
 from extproc.config import Config, bind_ip, build_policy
 from extproc.discovery import dns, file, static
 from extproc.discovery.last_known import LastKnown
@@ -166,8 +167,6 @@ class Service:
                 tasks.create_task(self._keep_time()),
                 tasks.create_task(self._keys.run(self._on_keys)),
             ]
-            if reloading is not None:
-                background.append(tasks.create_task(reloading.run()))
             if self._tls is not None:
                 watched = files_of(self._tls)
                 self._on_certificates()  # it may have changed since it was read
@@ -177,6 +176,8 @@ class Service:
             await self._restore()
             async for update in self._static:
                 self.fleet.on_update(STATIC_SOURCE, update)
+            if reloading is not None:
+                background.append(tasks.create_task(reloading.run()))
             self._names.want(self.registry.hosts())
             heard = [asyncio.Event() for _ in self._others]
             background += [
@@ -189,6 +190,7 @@ class Service:
                 events = self._envoy_events()
                 await events.catch_up()
                 background.append(tasks.create_task(events.run()))
+            await self._keys.settle(SOURCE_LIMIT_S)
             await _serve_grpc(server, Address.parse(config.grpc_address))
             admin = Address.parse(config.admin_address)
             app = build_admin_app(
@@ -238,6 +240,7 @@ class Service:
             raise ConfigError(str(error)) from error
         config, workers = change.config, change.config.specs()
         check_files(config)
+        check_buildable(config)
         self._keys.configure(config)
         self._config = config
         if change.held_back:

@@ -71,7 +71,6 @@ RELOADABLE = frozenset(
         "cors_allowed_origins",
         # the end
         "shutdown_delay_s",
-        "shutdown_grace_s",
     }
 )
 """Options that take effect at once. A test holds Envoy's listener to be the same whatever they are."""

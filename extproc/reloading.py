@@ -70,6 +70,10 @@ class Reloading:
         except ConfigError as error:
             log.error("configuration refused; the running one stays", reason=str(error))
             return False
+        except Exception:
+            # A disk that is full, a value that nobody thought of: no reason to end what runs.
+            log.exception("configuration refused; the running one stays")
+            return False
         return True
 
 

@@ -57,7 +57,7 @@ class ResilienceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     ] = 0.2
     retry_budget_ratio: Annotated[
         float,
-        Meta(ge=0, le=1, description="Retries relative to requests, at most, over time."),
+        Meta(ge=0, le=1, description="Retries relative to requests, at most, over time. 0: none."),
     ] = 0.2
     disable_retries: Annotated[
         bool, Meta(description="Hand every failure of a worker to the client.")

@@ -136,6 +136,9 @@ class TokenValidator:
         except TimeoutError:
             self._complain("token validation timed out", seconds=self._timeout_s)
             return Verdict.UNKNOWN
+        except Exception as error:  # noqa: BLE001  one look-up must not end the service
+            self._complain("token validation failed", reason=type(error).__name__)
+            return Verdict.UNKNOWN
         cache.put(digest, verdict, self._now())
         return verdict
 

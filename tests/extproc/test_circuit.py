@@ -64,7 +64,7 @@ def test_opens_with_the_last_of_the_failures(outcome):
     assert circuit.resumes_at == NOW + 62
 
 
-@pytest.mark.parametrize("outcome", set(Outcome) - set(FAILURES))
+@pytest.mark.parametrize("outcome", sorted(set(Outcome) - set(FAILURES)))
 def test_what_is_no_failure_never_opens(outcome):
     """Not even a worker that cannot be reached: it is not there, and comes back as a new one."""
     circuit = Circuit(RULES)
@@ -434,3 +434,16 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = Histories.TestCase
+
+
+def test_probe_without_a_report_does_not_wait_for_older_streams():
+    """One that was there before the circuit opened may last for an hour."""
+    circuit = Circuit(CircuitRules(failures=1, open_s=10))
+    circuit.on_attempt(Attempt("w", Outcome.FAILED, 500, NOW, NOW), NOW)
+    circuit.advance(NOW + 10, 1)
+    circuit.on_sent(2)
+
+    assert not circuit.advance(NOW + 11, 2)  # the probe is under way
+    assert not circuit.advance(NOW + 12, 1)  # it has just ended
+    assert circuit.advance(NOW + 12 + LOST_REPORT_S, 1)
+    assert not circuit.probing

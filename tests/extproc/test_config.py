@@ -654,3 +654,35 @@ def test_who_may_ask_must_make_sense(fields, message):
 def test_who_may_ask_is_taken_where_it_makes_sense(fields):
     """Some go together."""
     msgspec.convert(fields, Config)
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        {"api_key": "k"},
+        {"worker_api_key": "k"},
+        {"htpasswd_file": "f"},
+        {"api_keys_file": "f"},
+        {"tls_cert": "c", "tls_key": "k"},
+    ],
+)
+@pytest.mark.parametrize(
+    ("address", "good"),
+    [("unix:/s", True), ("127.0.0.1:1", True), ("0.0.0.0:1", False), ("10.0.0.1:1", False)],
+)
+def test_keys_are_not_handed_to_envoy_over_a_network(secret, address, good):
+    """Whoever connects there gets them."""
+    if good:
+        Config(grpc_address=address, **secret)
+    else:
+        with pytest.raises(ValueError, match="Unix socket"):
+            Config(grpc_address=address, **secret)
+
+
+@pytest.mark.parametrize("issuer", ["a b", "a\ud800", "\x00"])
+def test_issuer_that_envoy_could_not_be_told_is_refused(issuer):
+    """Before anything is applied."""
+    with pytest.raises(ValueError, match="visible ASCII"):
+        Config(jwt_issuer=issuer, jwt_jwks="f")
+    with pytest.raises(ValueError, match="visible ASCII"):
+        Config(jwt_issuer="i", jwt_jwks="f", jwt_audiences=(issuer,))

@@ -126,3 +126,16 @@ async def test_hangup_of_the_terminal_ends_the_program(monkeypatch, before, now,
             await program.next()
             assert not ended.is_set()
     asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), RuntimeError("?"), TypeError("?")])
+def test_fault_that_nobody_thought_of_ends_nothing(error):
+    """A disk that is full, say: the running configuration stays, and the program goes on."""
+
+    def fail(_config):
+        raise error
+
+    async def check():
+        assert not Reloading(Config, None, fail).reload()
+
+    asyncio.run(check())
