@@ -130,6 +130,9 @@ class Ticket:
     waited_s: float = 0.0
     """How long it has waited so far, at all places."""
 
+    displaced: bool = False
+    """Whether another tenant's request has got its place."""
+
     owner: object = None
     """Of the caller: how to find the request again."""
 
@@ -187,6 +190,7 @@ class Admission:
         "_paces",
         "_stirred",
         "admitted",
+        "displaced",
         "places",
         "stopping",
         "waiting",
@@ -206,6 +210,9 @@ class Admission:
 
         self.stopping = False
         """Whether nobody may wait any more."""
+
+        self.displaced: list[Ticket] = []
+        """Who has had to yield its place to another tenant's request and must be told so now."""
 
         self._stirred: dict[Place, None] = {}
         self._busy: dict[Pool, int] = {}
@@ -270,10 +277,10 @@ class Admission:
                     return Refusal.NO_WORKER
             case Wait.LIMIT | Wait.BUSY:
                 left = ticket.queue_left_s
-                if not moved and self._crowd(place) >= self._limits.queue:
-                    return Refusal.QUEUE_FULL
                 if left <= 0:
                     return Refusal.QUEUE_TIMEOUT
+                if not (moved or self._make_room(ticket, place)):
+                    return Refusal.QUEUE_FULL
             case _:
                 assert_never(place.kind)
         queue = self.places.get(place)
@@ -288,6 +295,18 @@ class Admission:
             self._busy[place.pool] = self._busy.get(place.pool, 0) + 1
             self._paces.setdefault(place.pool, Pace()).look(now)
         return None
+
+    def _make_room(self, ticket: Ticket, place: Place) -> bool:
+        """Find room for a newcomer, if need be at the cost of a tenant that has more waiting."""
+        if self._crowd(place) < self._limits.queue:
+            return True
+        queue = self.places.get(place)
+        found = None if queue is None else queue.yields_to(ticket.tenant, ticket.priority)
+        if found is None:
+            return False
+        found.displaced = True
+        self.displaced.append(found)
+        return True
 
     def leave(self, ticket: Ticket, now: float, *, served: bool = False) -> None:
         """Take a request out of its queue; *served*: it goes on."""
@@ -325,6 +344,8 @@ class Admission:
     def expired(self, ticket: Ticket) -> Refusal:
         """Say why a request is refused that has waited long enough where it is."""
         place = ticket.place
+        if ticket.displaced:
+            return Refusal.QUEUE_FULL
         if self.stopping or (place is not None and place.kind is Wait.NO_WORKER):
             return Refusal.NO_WORKER
         return Refusal.QUEUE_TIMEOUT

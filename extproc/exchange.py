@@ -282,9 +282,11 @@ class Exchange:
         ticket = self.ticket
         if not self.waiting or ticket is None:
             return []
-        refusal = self._admission.expired(ticket)
+        refusal, place = self._admission.expired(ticket), ticket.place
         self._stop_waiting(ticket, now)
-        return self._refuse(Refused(refusal))
+        if place is None:
+            return self._refuse(Refused(refusal))
+        return self._turn_away(refusal, place, now)
 
     def close(self, now: float) -> None:
         """Give the worker and the place back: the stream has ended."""

@@ -35,10 +35,12 @@ _Turns = OrderedDict[str, OrderedDict[T, None]]
 class FairQueue(Generic[T]):
     """Holds what waits, each item once."""
 
-    __slots__ = ("_classes", "_size")
+    __slots__ = ("_classes", "_counts", "_size")
 
     def __init__(self) -> None:
         self._classes: dict[int, _Turns[T]] = {}
+        self._counts: dict[str, int] = {}
+        """How many each tenant has waiting."""
         self._size = 0
 
     def __len__(self) -> int:
@@ -60,6 +62,7 @@ class FairQueue(Generic[T]):
         if item not in own:
             own[item] = None
             self._size += 1
+            self._counts[item.tenant] = self._counts.get(item.tenant, 0) + 1
 
     def head(self) -> T:
         """Return whose turn it is. ``LookupError`` when nobody waits."""
@@ -68,12 +71,31 @@ class FairQueue(Generic[T]):
         turns = self._classes[max(self._classes)]
         return next(iter(next(iter(turns.values()))))
 
+    def yields_to(self, tenant: str, priority: int) -> T | None:
+        """Return whose place in a full queue a newcomer may have, None when there is nobody.
+
+        That is the latest of the tenant who has the most waiting, if the newcomer's has two fewer at least,
+        and if it is not more urgent. Takes a look at each tenant.
+        """
+        if not self._counts:
+            return None
+        greedy = max(self._counts, key=self._counts.__getitem__)
+        if self._counts[greedy] < self._counts.get(tenant, 0) + 2:
+            return None
+        least = min(p for p, turns in self._classes.items() if greedy in turns)
+        if least > priority:
+            return None
+        return next(reversed(self._classes[least][greedy]))
+
     def remove(self, item: T, *, served: bool) -> None:
         """Take *item* out; *served*: its tenant has had its turn. ``KeyError`` when it does not wait."""
         turns = self._classes[item.priority]
         own = turns[item.tenant]
         del own[item]
         self._size -= 1
+        self._counts[item.tenant] -= 1
+        if not self._counts[item.tenant]:
+            del self._counts[item.tenant]
         if not own:
             del turns[item.tenant]
             if not turns:

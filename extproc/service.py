@@ -100,6 +100,14 @@ class ExtProcService:
             if handle is not None:
                 handle.cancel()
 
+    def turn_away_displaced(self) -> None:
+        """Answer those who have had to yield their places in a full queue."""
+        displaced, self.admission.displaced = self.admission.displaced, []
+        for ticket in displaced:
+            owner = ticket.owner
+            if isinstance(owner, _Process):
+                owner.give_up()
+
     def wake(self) -> None:
         """Give whoever may go on its turn, as soon as what is being done is done."""
         if self._turn is None and self.admission.ready:
@@ -156,6 +164,7 @@ class _Process:
         if exchange.waiting is not (self._timer is not None):
             if exchange.waiting:
                 self._begin_to_wait(started)
+                self._service.turn_away_displaced()
             else:
                 self._end_wait()
 
@@ -203,6 +212,7 @@ class _Process:
             self._end_wait()
             if exchange.waiting:
                 self._begin_to_wait(started)
+                self._service.turn_away_displaced()
         if exchange.decision is not None:
             self._observe(started)
         for answer in answers:

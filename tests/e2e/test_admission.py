@@ -250,6 +250,36 @@ async def test_full_queue_and_too_long_a_wait(
     assert router.metrics()("decisions_total", result="queue_timeout") == 1
 
 
+async def test_tenant_that_fills_the_queue_does_not_shut_others_out(
+    start_router: StartRouter, start_worker: StartWorker
+) -> None:
+    """The latest of its requests is answered 429, and the other tenant's is served."""
+    held = Held(worker := start_worker())
+    router = start_router(
+        worker.urls, *ROUND_ROBIN, "--max-concurrent-requests", "1", "--queue-size", "3"
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(holding(router, held))
+        greedy = []
+        for count in range(1, 4):
+            one = await stack.enter_async_context(
+                sent(router, held.path, (("x-tenant-id", "greedy"),))
+            )
+            greedy.append(one)
+            await until_waiting(router, count)
+        modest = await stack.enter_async_context(
+            sent(router, held.path, (("x-tenant-id", "modest"),))
+        )
+        displaced = await answer_of(greedy[-1])
+        held.go_on.set()
+        served = [(await answer_of(one)).status for one in (*greedy[:-1], modest)]
+
+    assert (displaced.status, openai_error(displaced)["code"]) == (429, "queue_full")
+    assert displaced.values("retry-after")
+    assert served == [200, 200, 200]
+    await until_nothing_is_left(router)
+
+
 async def test_without_a_queue_nobody_waits(
     start_router: StartRouter, start_worker: StartWorker
 ) -> None:

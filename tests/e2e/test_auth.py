@@ -857,3 +857,44 @@ async def test_key_for_workers_comes_and_changes_without_a_failure(
 
     assert set(found) == {200}
     assert await listener_stats(router) == before
+
+
+async def test_static_configuration_asks_the_same(worker: RawWorker, tmp_path: Path) -> None:
+    """An Envoy of one's own that gets everything from a file: keys, rates, and the key for workers."""
+    port = free_port()
+    keys = file_with(tmp_path, "keys", "team-a sk-a\n")
+    flags = [
+        *("--port", str(port), "--prometheus-port", "0"),
+        *("--grpc-address", f"127.0.0.1:{free_port()}"),
+        *("--admin-address", f"127.0.0.1:{free_port()}"),
+        *("--worker-urls", worker.urls[0], "--api-keys-file", keys, "--worker-api-key", "sk-w"),
+        *("--rate-limit-per-key", "0.001", "--rate-limit-burst", "2"),
+        *("--cors-allowed-origins", "https://chat.example"),
+    ]
+    admin = ["--envoy-admin-address", f"127.0.0.1:{free_port()}"]
+    program = [sys.executable, "-m", "extproc"]
+    printed = Program("config", [*program, "envoy-config", "--static", *flags, *admin], tmp_path)
+    assert printed.wait(60) == 0
+    config = file_with(tmp_path, "envoy.yaml", printed.stdout)
+    service = Program("serve", [*program, "serve", *flags], tmp_path)
+    command = [str(find_envoy("")), "-c", config, "--disable-hot-restart", "--log-level", "error"]
+    envoy = Program("envoy", command, tmp_path)
+    path = unique_path()
+    origin = ("Origin", "https://chat.example")
+    try:
+        async with asyncio.timeout(40):
+            while not await reachable(port):
+                assert envoy.running, envoy.describe()
+        outside = await ask(port, "GET", path, [origin])
+        inside = [await ask(port, "GET", path, [bearer("sk-a")]) for _ in range(3)]
+    finally:
+        envoy.end()
+        service.end()
+        printed.end()
+
+    check_refused(outside, "Bearer")
+    assert outside.values("access-control-allow-origin") == [origin[1]]
+    assert [response.status for response in inside] == [200, 200, 429]
+    shown = [request.values("authorization") for request in worker.received(path)]
+    assert shown == [["Bearer sk-w"]] * 2
+    assert worker.received(path)[0].values(CLIENT) == ["team-a"]

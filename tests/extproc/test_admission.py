@@ -158,6 +158,31 @@ def test_full_queue_refuses():
     assert refusal(start(concurrent=1, queue=0)) is Refusal.QUEUE_FULL
 
 
+def test_full_queue_makes_room_for_a_tenant_that_has_less():
+    """The latest request of the greedy one is told that the queue is full."""
+    admission = start(concurrent=1, queue=2)
+    first, second = (wait(admission, x_tenant_id="greedy") for _ in range(2))
+
+    modest = wait(admission, x_tenant_id="modest")
+
+    assert admission.displaced == [second]
+    assert admission.expired(second) is Refusal.QUEUE_FULL
+    admission.leave(second, 0.0)
+    assert set(admission.tickets()) == {first, modest}
+
+
+def test_request_that_moves_is_not_turned_away():
+    """It has waited for a worker; that the queue of those who wait for room is full is not its fault."""
+    pool, busy = busy_pool()
+    admission = start(queue=1)
+    wait(admission, busy)
+    moved = wait(admission, NOBODY)
+    admission.leave(moved, 1.0)
+
+    assert admission.wait(moved, busy, 1.0, moved=True) is None
+    assert pool is busy.pool
+
+
 def test_who_leaves_makes_room_in_the_queue():
     """At once."""
     admission = start(concurrent=1, queue=1)

@@ -156,3 +156,43 @@ def test_order_is_kept_after_any_sequence(events):
                 queue.remove(item, served=False)
         assert len(queue) == len(waiting)
         assert sorted(i.number for i in queue) == [i.number for i in waiting]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "newcomer", "number"),
+    [
+        ([("a", 0), ("a", 0), ("b", 0)], ("c", 0), 1),  # the latest of who has the most
+        ([("a", 0), ("a", 5), ("a", 0)], ("b", 0), 2),  # the least urgent of them
+        ([("a", 5), ("a", 5)], ("b", 0), None),  # all more urgent
+        ([("a", 0), ("b", 0)], ("a", 0), None),  # nobody has more
+        ([("a", 0), ("a", 0)], ("b", -1), None),
+        ([("a", 0), ("a", 0), ("b", 0)], ("b", 0), None),  # that would only turn it round
+        ([], ("a", 0), None),
+    ],
+)
+def test_who_yields_to_a_newcomer(waiting, newcomer, number):
+    """One of the tenant that has the most, if any."""
+    items = [Item(tenant, priority, n) for n, (tenant, priority) in enumerate(waiting)]
+
+    found = fill(*items).yields_to(*newcomer)
+
+    assert (found.number if found else None) == number
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1)), max_size=30))
+def test_tenants_that_push_end_with_equal_shares(pushes):
+    """However one of them floods a queue that is full."""
+    queue = FairQueue()
+    for tenant in "a" * 6 + "".join(tenant for tenant, _ in pushes):
+        if len(queue) >= 6:
+            found = queue.yields_to(tenant, 0)
+            if found is None:
+                continue
+            queue.remove(found, served=False)
+        queue.push(Item(tenant))
+    shares = Counter(item.tenant for item in queue)
+
+    assert len(queue) == 6
+    for tenant in "bc":
+        pushed = sum(1 for name, _ in pushes if name == tenant)
+        assert shares[tenant] >= min(pushed, 2)
