@@ -127,7 +127,10 @@ async def test_answer_to_head_keeps_its_length(any_router: Router, worker: RawWo
 async def test_status_and_error_body_of_a_worker_arrive_unchanged(
     router: Router, worker: RawWorker, status: int
 ) -> None:
-    """An answer of the worker is its answer: not retried, not reworded."""
+    """An answer of the worker is its answer: not reworded, and retried only if another worker may do better.
+
+    The last attempt is the one that the client sees.
+    """
     body = b'{"object":"error","message":"worker says no","code":%d}' % status
     head = b"HTTP/1.1 %d Whatever\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     path = worker.on(unique_path(), respond(head % (status, len(body)) + body))
@@ -136,7 +139,8 @@ async def test_status_and_error_body_of_a_worker_arrive_unchanged(
 
     assert response.status == status
     assert response.body == body
-    assert len(worker.received(path)) == 1
+    attempts = len(worker.received(path))
+    assert attempts > 1 if status in (408, 429, 500, 503) else attempts == 1
 
 
 async def test_unknown_path_is_passed_to_the_worker(sim_router: Router) -> None:
