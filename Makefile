@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 2
 
-.PHONY: help sync run demo test fast cover chaos fuzz lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run demo test heavy fast cover chaos fuzz lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -29,8 +29,11 @@ run: $(STAMP) ## Two simulated workers, Envoy and the service; Ctrl-C stops all 
 demo: $(STAMP) ## The same, plus two streamed conversations through the OpenAI SDK
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
-test: $(STAMP) ## All tests, the ones with a real Envoy included
-	@$(BIN)/python -m pytest $(PYTEST_ARGS) $(ARGS)
+test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
+	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS) $(ARGS)
+
+heavy: $(STAMP) ## Tests that load the whole machine: overload, ten thousand requests in a queue, chaos
+	@$(BIN)/python -m pytest -m heavy $(ARGS)
 
 fast: $(STAMP) ## Tests that start no Envoy
 	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)

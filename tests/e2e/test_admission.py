@@ -652,6 +652,7 @@ def _many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.heavy
 @pytest.mark.slow
 @pytest.mark.usefixtures("_many_files")
 async def test_ten_thousand_wait_for_little_memory_and_leave_quickly(

@@ -27,6 +27,7 @@ POLICY = os.environ.get("CHAOS_POLICY", "cache_aware")
 pytestmark = [
     pytest.mark.envoy,
     pytest.mark.slow,
+    pytest.mark.heavy,
     pytest.mark.timeout(SECONDS + 150),
 ]
 

@@ -26,7 +26,7 @@ from tests.e2e.harness import Router, rss_bytes
 from tests.e2e.raw_worker import RawWorker, unique_path
 from tests.e2e.workers_support import ROUND_ROBIN, STREAM_BODY, STREAM_PATH, hold_streams
 
-pytestmark = [pytest.mark.envoy, pytest.mark.slow]
+pytestmark = [pytest.mark.envoy, pytest.mark.slow, pytest.mark.heavy]
 
 MB = 2**20
 LIMIT_BYTES = 200 * MB
