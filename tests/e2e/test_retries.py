@@ -142,7 +142,7 @@ async def test_clients_have_no_say_and_workers_do_not_see_how_often(
     start_pair: Callable[..., tuple[Router, RawWorker, RawWorker]],
 ) -> None:
     """Envoy's headers for retries: a client's own are taken away, the service's are used up."""
-    router, failing, sound = start_pair(*NO_BREAKER, "--retry-budget-ratio", "0")
+    router, failing, sound = start_pair(*NO_BREAKER, "--retry-budget-ratio", "0.001")
     path = failing.on(unique_path(), respond(ERROR % 503))
     sound.on(path, OK)
     headers = [("x-envoy-max-retries", "0"), ("x-envoy-retry-on", "gateway-error")]
