@@ -400,12 +400,15 @@ async def test_worker_that_does_not_say_what_it_serves_serves(
         assert str(status) in said["reason"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"), [((), [200, 200]), (("--keep-client-authorization",), [200, 401])]
+)
 async def test_worker_that_wants_a_key_says_what_it_serves(
-    start_sim: StartSim, start_router: StartRouter
+    start_sim: StartSim, start_router: StartRouter, flags: tuple[str, ...], expected: list[int]
 ) -> None:
-    """Its models are read with ``--worker-api-key``, which is not lent to clients: they need the key themselves."""
+    """Its models are read with ``--worker-api-key``, and so are requests sent, unless clients keep their own."""
     sim = start_sim("--speed", "0", "--api-key", "sk-worker", "--model", "alpha")
-    router = start_router([sim.url], *FAST, *ROUND_ROBIN, "--worker-api-key", "sk-worker")
+    router = start_router([sim.url], *FAST, *ROUND_ROBIN, "--worker-api-key", "sk-worker", *flags)
 
     entry = AdminApi(router).worker(sim.url)
     statuses = []
@@ -415,7 +418,7 @@ async def test_worker_that_wants_a_key_says_what_it_serves(
         statuses.append(response.status)
 
     assert (entry["state"], entry["models"]) == ("healthy", ["alpha"])
-    assert statuses == [200, 401]
+    assert statuses == expected
     assert "sk-worker" not in router.stderr
 
 
