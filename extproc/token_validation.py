@@ -94,8 +94,11 @@ class TokenValidator:
         if self._tasks is not None and self._session is not None:
             for task in self._pending.values():
                 task.cancel()
-            await self._tasks.__aexit__(kind, error, trace)
-            await self._session.close()
+            try:
+                # Not what went wrong outside: the group would hide it in one of its own.
+                await self._tasks.__aexit__(None, None, None)
+            finally:
+                await self._session.close()
 
     async def validate(self, token: str) -> tuple[Verdict, str]:
         """Return the verdict on *token*, and a name for whoever shows it."""

@@ -270,3 +270,21 @@ async def test_envoy_is_answered(auth, method, status, answer, named):
                 assert ("x-router-client" in response.headers) is named
             async with client.request(method, "/authorize") as response:
                 assert response.status == 401
+
+
+async def test_fault_elsewhere_passes_through_as_it_is(auth):
+    """Whoever waits for a configuration that cannot be used must see that, and nothing is left open."""
+    auth.go_on.clear()
+    waiting = []
+
+    async def fail_while_a_token_is_asked_about():
+        async with TokenValidator([auth.url], cache_s=60, timeout_s=LIMIT_S) as validator:
+            waiting.append(asyncio.ensure_future(validator.validate("t")))
+            await auth.begun.wait()
+            raise LookupError
+
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(LookupError):
+            await fail_while_a_token_is_asked_about()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting[0]
