@@ -192,30 +192,27 @@ async def test_in_flight_is_counted_per_worker(router: Router, worker: RawWorker
 async def test_retries_are_counted(
     start_router: StartRouter, start_worker: Callable[..., RawWorker]
 ) -> None:
-    """Of ten requests five go first to the worker that refuses; the other one served them all."""
+    """One retry for each request that the worker that resets saw; the other one served them all."""
     failing, worker = start_worker(), start_worker()
     router = start_router([*failing.urls, *worker.urls], "--policy", "round_robin")
-    failing.refuse()
-    go_on = Signal()
 
-    async def answer(_request: Received, stream: Stream) -> None:
-        await go_on.wait()
-        await stream.send(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+    async def reset(_request: Received, stream: Stream) -> None:
+        stream.reset()
 
-    path = worker.on(unique_path(), answer)
+    path = worker.on(unique_path(), respond(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"))
+    failing.on(path, reset)
 
     async with asyncio.TaskGroup() as tasks:
         asking = [tasks.create_task(ask(router.port, "POST", path, body=b"{}")) for _ in range(10)]
-        # None ends, and so tells the service of the failure, before all are picked.
-        await until(lambda: len(worker.received(path)) == 10, 5, "all are with the sound worker")
-        go_on.set()
     await until(
         lambda: router.metrics()("requests_total") == 10, ACCESS_LOG_LIMIT_S, "10 requests counted"
     )
     metrics = router.metrics()
 
     assert [task.result().status for task in asking] == [200] * 10
-    assert metrics("retries_total") == 5
+    # The first failures suspend it, so how many of its five turns it really gets is not certain.
+    assert 1 <= len(failing.received(path)) <= 5
+    assert metrics("retries_total") == len(failing.received(path))
     assert metrics("requests_total", worker=worker.urls[0], code="200") == 10
 
 
