@@ -29,6 +29,13 @@ NEEDED_MEMBERS: Mapping[str, frozenset[str]] = {
 }
 """By the type of the key."""
 
+RSA_BITS = range(512, 8192 + 1)
+RSA_EXPONENTS = frozenset({3, 65537})
+CURVES = {"P-256": ("ES256", 32), "P-384": ("ES384", 48), "P-521": ("ES512", 66)}
+"""The algorithm that goes with each, and how many bytes a coordinate has at most."""
+
+ED25519_BYTES = 32
+
 
 def parse_api_keys(text: str) -> tuple[ApiKey, ...]:
     """Read NAME KEY in each line. A name may stand in several lines: a client with an old and a new key."""
@@ -113,12 +120,32 @@ def _is_sha(password: str) -> bool:
 def _is_public_key(key: Mapping[str, Any]) -> bool:
     needed = NEEDED_MEMBERS.get(str(key.get("kty")), frozenset())
     texts = [key.get(name) for name in needed]
-    numbers = [key.get(name, "") for name in needed - {"crv"}]
     optional = [key[name] for name in ("kid", "alg", "use") if name in key]
     if not needed or not all(isinstance(text, str) and text for text in texts):
         return False
-    return all(isinstance(text, str) for text in optional) and all(map(_is_base64url, numbers))
+    numbers = {name: _unbase64url(key[name]) for name in needed - {"crv"}}
+    return all(isinstance(text, str) for text in optional) and _is_for_envoy(key, numbers)
 
 
-def _is_base64url(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9_-]+", text) is not None
+def _is_for_envoy(key: Mapping[str, Any], numbers: Mapping[str, bytes]) -> bool:
+    """Tell whether Envoy takes the key, as far as that shows without calculating on a curve."""
+    alg = key.get("alg", "")
+    if key["kty"] == "RSA":
+        modulus, exponent = (int.from_bytes(numbers[name]) for name in ("n", "e"))
+        fits = modulus.bit_length() in RSA_BITS and modulus % 2 == 1
+        return fits and exponent in RSA_EXPONENTS and alg[:2] in ("", "RS", "PS")
+    if key["kty"] == "EC":
+        own_alg, size = CURVES.get(key["crv"], ("", 0))
+        return alg in ("", own_alg) and all(1 <= len(data) <= size for data in numbers.values())
+    is_known = key["crv"] == "Ed25519" and alg in ("", "EdDSA")
+    return is_known and len(numbers["x"]) == ED25519_BYTES
+
+
+def _unbase64url(text: str) -> bytes:
+    """Return what *text* stands for, nothing when it is none."""
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", text):
+        return b""
+    try:
+        return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+    except binascii.Error:
+        return b""

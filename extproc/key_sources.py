@@ -2,7 +2,7 @@
 
 Files are read again when they change, and the URL of an issuer's keys (JWKS) now and then. What cannot be
 used changes nothing: the last good keys stay, and the log says where the fault is. As long as the keys of a
-URL have never been had, nobody gets in.
+URL have never been had, nobody gets in, and that is so after each start: they are not written down.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ FIRST_RETRY_S = 2.0
 """After a fetch that failed; doubled each time."""
 
 FETCH_TIMEOUT_S = 10.0
+LOCKED_OUT = "--jwt-jwks: cannot be used; nobody gets in until it can"
+UNCHANGED = "--jwt-jwks: cannot be used; keys in use stay"
+
 ANSWER_MARGIN_S = 1.0
 """What this service may need beside the URLs that it asks."""
 
@@ -88,9 +91,15 @@ class KeySources:
     async def settle(self, limit_s: float) -> None:
         """Wait until keys that come from a URL have been asked for once, but no longer than *limit_s* seconds."""
         if is_url(self._config.jwt_jwks):
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(limit_s):
                     await self._asked.wait()
+            except TimeoutError:
+                log.warning(
+                    "--jwt-jwks: no answer yet; nobody gets in until then",
+                    url=self._config.jwt_jwks,
+                    seconds=limit_s,
+                )
 
     async def run(self, on_change: Callable[[], None]) -> None:
         """Follow for ever; call *on_change* when ``auth`` is another."""
@@ -132,7 +141,8 @@ class KeySources:
                 self._fetched = (url, parse_jwks(await _fetch(url)))
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 reason = str(error) or type(error).__name__
-                log.error("--jwt-jwks: cannot be used; keys in use stay", url=url, reason=reason)
+                event = LOCKED_OUT if isinstance(self.auth, NobodyYet) else UNCHANGED
+                log.error(event, url=url, reason=reason)
                 pause_s = wait_s
                 wait_s = min(2 * wait_s, REFETCH_S)
             else:

@@ -92,11 +92,20 @@ def test_public_keys_are_taken_without_what_is_not_public():
     assert found == {"keys": [key]}
 
 
+def number(size):
+    """Return a number of so many bytes as a key holds it; it is odd."""
+    return base64.urlsafe_b64encode(b"\xff" * size).rstrip(b"=").decode()
+
+
 @pytest.mark.parametrize(
     "key",
     [
-        {"kty": "EC", "crv": "P-256", "x": "eA", "y": "eQ"},
-        {"kty": "OKP", "crv": "Ed25519", "x": "eA", "kid": "k"},
+        {"kty": "EC", "crv": "P-256", "x": number(32), "y": number(31)},
+        {"kty": "EC", "crv": "P-384", "x": number(48), "y": number(48), "alg": "ES384"},
+        {"kty": "EC", "crv": "P-521", "x": number(66), "y": number(66), "alg": ""},
+        {"kty": "OKP", "crv": "Ed25519", "x": number(32), "kid": "k"},
+        {"kty": "OKP", "crv": "Ed25519", "x": number(32), "alg": "EdDSA"},
+        {"kty": "RSA", "n": number(256), "e": "Aw", "alg": "PS256"},
     ],
 )
 def test_other_kinds_of_public_keys_are_taken(key):
@@ -129,6 +138,33 @@ def test_set_without_a_public_key_is_refused(text, reason):
         parse_jwks(text)
 
     assert reason in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        {"kty": "EC", "crv": "secp256k1", "x": number(32), "y": number(32)},
+        {"kty": "EC", "crv": "P-256", "x": number(33), "y": number(32)},
+        {"kty": "EC", "crv": "P-256", "x": "A", "y": number(32)},
+        {"kty": "EC", "crv": "P-256", "x": number(32), "y": number(32), "alg": "ES384"},
+        {"kty": "OKP", "crv": "X25519", "x": number(32)},
+        {"kty": "OKP", "crv": "Ed25519", "x": number(31)},
+        {"kty": "OKP", "crv": "Ed25519", "x": number(32), "alg": "ES256"},
+        {"kty": "RSA", "n": number(32), "e": "AQAB"},
+        {"kty": "RSA", "n": number(256), "e": "BQ"},
+        {"kty": "RSA", "n": number(255) + "A", "e": "AQAB"},
+        {"kty": "RSA", "n": number(255) + "_g", "e": "AQAB"},
+        {"kty": "RSA", "n": number(256), "e": "AQAB", "alg": "HS256"},
+        {"kty": "RSA", "n": number(256), "e": "AQAB", "alg": "ES256"},
+    ],
+)
+def test_key_that_envoy_would_not_take_is_none(key):
+    """Alone it would lock everybody out; beside a good one it is left out."""
+    (good,) = json.loads(jwks())["keys"]
+
+    with pytest.raises(ValueError, match="at least one public key"):
+        parse_jwks(json.dumps({"keys": [key]}))
+    assert json.loads(parse_jwks(json.dumps({"keys": [key, good]}))) == {"keys": [good]}
 
 
 @given(st.text())

@@ -12,7 +12,14 @@ from structlog.testing import capture_logs
 from extproc import key_sources
 from extproc.config import Config
 from extproc.errors import ConfigError
-from extproc.key_sources import KEY_OPTIONS, KeySources, key_files, read_auth
+from extproc.key_sources import (
+    KEY_OPTIONS,
+    LOCKED_OUT,
+    UNCHANGED,
+    KeySources,
+    key_files,
+    read_auth,
+)
 from extproc.reload import RELOADABLE
 from extproc.xds.model import ApiKey, ApiKeys, AskedTokens, NobodyYet, Passwords, SignedTokens
 from tests.signed_tokens import ISSUER, jwks
@@ -207,7 +214,14 @@ async def test_file_that_changed_before_it_was_followed_is_read(write):
 @pytest.mark.looptime
 async def test_url_is_asked_until_it_answers_and_every_five_minutes(monkeypatch):
     """Sooner after a failure, ever later; what was had stays when it fails afterwards."""
-    answers = [OSError("away"), "nonsense", jwks(), jwks(kid="two"), ValueError("it answers 500")]
+    answers = [
+        OSError("away"),
+        "nonsense",
+        jwks(),
+        jwks(kid="two"),
+        ValueError("it answers 500"),
+        jwks(kid="three", alg="HS256"),
+    ]
     asked = []
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -224,16 +238,44 @@ async def test_url_is_asked_until_it_answers_and_every_five_minutes(monkeypatch)
     seen = []
     with capture_logs() as logs:
         task = asyncio.create_task(sources.run(lambda: seen.append(sources.auth)))
-        await asyncio.sleep(607)
+        await asyncio.sleep(609)
         task.cancel()
         await asyncio.wait([task])
 
-    assert asked == [(URL, at) for at in (0, 2, 6, 306, 606)]
+    assert asked == [(URL, at) for at in (0, 2, 6, 306, 606, 608)]
     assert [json.loads(auth.jwks)["keys"][0]["kid"] for auth in seen] == ["one", "two"]
     assert sources.auth == seen[-1]
     failures = [entry for entry in logs if entry["log_level"] == "error"]
-    assert len(failures) == 3
+    assert [entry["event"] for entry in failures] == [LOCKED_OUT] * 2 + [UNCHANGED] * 2
     assert all(entry["url"] == URL for entry in failures)
+
+
+@pytest.mark.usefixtures("files_read_at_once")
+@pytest.mark.looptime
+async def test_start_goes_on_without_the_keys_of_a_url_that_hangs(monkeypatch):
+    """Nobody gets in, which the log says; once they are had, everybody with a token does."""
+    held = asyncio.Event()
+
+    async def fetch(_url):
+        await held.wait()
+        return jwks()
+
+    monkeypatch.setattr(key_sources, "_fetch", fetch)
+    sources = KeySources(Config(jwt_issuer=ISSUER, jwt_jwks=URL))
+    task = asyncio.create_task(sources.run(lambda: None))
+    with capture_logs() as logs:
+        await sources.settle(2)
+    early = sources.auth
+    held.set()
+    with capture_logs() as later:
+        await sources.settle(2)
+    task.cancel()
+    await asyncio.wait([task])
+
+    assert early == NobodyYet()
+    assert [(entry["log_level"], entry["url"]) for entry in logs] == [("warning", URL)]
+    assert isinstance(sources.auth, SignedTokens)
+    assert [entry["log_level"] for entry in later] == ["info"]
 
 
 @pytest.mark.usefixtures("files_read_at_once")
