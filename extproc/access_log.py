@@ -24,7 +24,9 @@ from protos.access_log_pb2 import (
 
 STREAM_ACCESS_LOGS = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
 
-SERVER_ERROR = 500
+FAULTS = (500, 502, 503, 504)
+"""Statuses that speak against a worker. Others from 500 on, 501 and 505 above all, are about what was asked."""
+
 REFUSALS = (408, 429)
 SWITCHING_PROTOCOLS = 101
 
@@ -129,8 +131,8 @@ def outcome_of(entry: HTTPAccessLogEntry) -> Outcome:
         or flags.stream_idle_timeout
     ):
         return Outcome.LOST
-    if status >= SERVER_ERROR or status in REFUSALS:
-        return Outcome.FAILED if status >= SERVER_ERROR else Outcome.REFUSED
+    if status in FAULTS or status in REFUSALS:
+        return Outcome.FAILED if status in FAULTS else Outcome.REFUSED
     if not status or flags.downstream_connection_termination or flags.downstream_remote_reset:
         return Outcome.UNKNOWN
     return Outcome.SUCCEEDED

@@ -7,11 +7,11 @@
     HALF_OPEN ── successes in a row, one request at a time ──▶ CLOSED
         └────── one failure ──▶ OPEN, for the full time
 
-What counts: an answer of status 500 or more counts each time (429 too if so configured). A request that broke
-off counts too, but those that one loss took along count once: a worker that dies with 40 streams has failed
-once. A worker that cannot be connected to is not judged here: it is not there, which health checks and
-``Registry.suspend`` see to, and it comes back as a new one. A WebSocket that the worker closes and a client that
-leaves are no failures.
+What counts: an answer of status 500, 502, 503 or 504 counts each time (429 too if so configured). Others do
+not, 501 and 505 included: any client can bring them about. A request that broke off counts too, but those that
+one loss took along count once: a worker that dies with 40 streams has failed once. A worker that cannot be
+connected to is not judged here: it is not there, which health checks and ``Registry.suspend`` see to, and it
+comes back as a new one. A WebSocket that the worker closes and a client that leaves are no failures.
 
 Envoy's own ejections come from the same answers. It knows no window: what it ejects for failures of which some
 are too old to count stays closed here.

@@ -11,7 +11,6 @@ from envoy_data_plane.envoy.config.cluster.v3 import OutlierDetection
 from envoy_data_plane.envoy.config.common.matcher.v3 import (
     HttpHeadersMatch,
     MatchPredicate,
-    MatchPredicateMatchSet,
 )
 from envoy_data_plane.envoy.config.route.v3 import HeaderMatcher
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
@@ -52,14 +51,13 @@ def build_outlier_detection(breaker: Breaker) -> OutlierDetection | None:
 
 
 def build_error_matcher(breaker: Breaker) -> MatchPredicate | None:
-    """Return which answers count as errors; None: those that Envoy takes for errors, 5xx."""
-    if not breaker.failures or not breaker.count_429:
+    """Return which answers count as errors; None: nobody is ejected.
+
+    Without it every 5xx would count, also 501 and 505, which an odd request of a client brings about.
+    """
+    if not breaker.failures:
         return None
-    server_error = StringMatcher(safe_regex=RegexMatcher(regex="5.."))
-    rules = [_status(server_error), _status(StringMatcher(exact="429"))]
-    return MatchPredicate(or_match=MatchPredicateMatchSet(rules=rules))
-
-
-def _status(match: StringMatcher) -> MatchPredicate:
+    statuses = "50[0234]|429" if breaker.count_429 else "50[0234]"
+    match = StringMatcher(safe_regex=RegexMatcher(regex=statuses))
     header = HeaderMatcher(name=":status", string_match=match)
     return MatchPredicate(http_response_headers_match=HttpHeadersMatch(headers=[header]))

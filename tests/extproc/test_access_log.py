@@ -219,7 +219,13 @@ def flagged(flag="", *, code=0, **options):
     ("flag", "code", "outcome"),
     [
         ("", 500, Outcome.FAILED),
+        ("", 502, Outcome.FAILED),
         ("", 503, Outcome.FAILED),
+        ("", 504, Outcome.FAILED),
+        ("", 501, None),
+        ("", 505, None),
+        ("", 599, None),
+        ("upstream_connection_termination", 501, Outcome.LOST),
         ("", 429, Outcome.REFUSED),
         ("", 408, Outcome.REFUSED),
         ("upstream_connection_failure", 0, Outcome.UNREACHABLE),
@@ -261,6 +267,8 @@ def test_attempts_at_nobody_are_none(service, heard):
     [
         ("", 200, Outcome.SUCCEEDED, False),
         ("", 404, Outcome.SUCCEEDED, False),
+        ("", 501, Outcome.SUCCEEDED, False),
+        ("", 505, Outcome.SUCCEEDED, False),
         ("", 101, Outcome.SUCCEEDED, False),
         ("upstream_connection_termination", 101, Outcome.SUCCEEDED, False),
         ("downstream_connection_termination", 101, Outcome.SUCCEEDED, False),
