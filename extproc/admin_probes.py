@@ -182,7 +182,8 @@ ENDPOINTS = (
         is_open=True,
         summary="Whether a worker really generates",
         notes="Up to three healthy workers are asked for one token (their own `/health_generate` if they have"
-        " it), 10 s each. Requests share one check, and its result holds for 1 s.",
+        " it), 10 s each; half-open ones only if no other is healthy, and without effect on their circuits."
+        " Requests share one check, and its result holds for 1 s.",
         replies=(
             Reply(200, "`OK`: one did.", media_type=TEXT),
             Reply(503, "None did, and why.", media_type=TEXT),

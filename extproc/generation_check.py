@@ -6,7 +6,7 @@ import asyncio
 
 import structlog
 
-from extproc.engine import PICKABLE, Engine
+from extproc.engine import Engine, State
 from extproc.registry import Registry
 from extproc.worker_client import WorkerClient, WorkerUnreachableError
 
@@ -41,11 +41,15 @@ class GenerationCheck:
             return self._reason
 
     async def _check(self) -> str:
-        healthy = [engine for engine in self._registry.engines if engine.state in PICKABLE]
+        engines = self._registry.engines
+        # A half-open worker has one request at a time, those of clients. Asked directly, as here, none is judged.
+        healthy = [engine for engine in engines if engine.state is State.HEALTHY] or [
+            engine for engine in engines if engine.state is State.HALF_OPEN
+        ]
         if not healthy:
             return "no healthy workers available"
-        # Idle ones answer sooner.
-        healthy.sort(key=lambda engine: engine.in_flight)
+        # Idle ones answer sooner, and one that has just been asked in vain may not be there.
+        healthy.sort(key=lambda engine: (engine.suspended, engine.in_flight))
         reasons: list[str] = []
         for engine in healthy[:TRIED_WORKERS]:
             reason = await self._ask(engine)

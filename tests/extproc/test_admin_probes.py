@@ -7,12 +7,16 @@ import asyncio
 import pytest
 
 from extproc.admin import ADMIN
+from extproc.attempt import Attempt, Outcome
+from extproc.circuit import CircuitRules
 from extproc.config import Config
+from extproc.engine import State
 from extproc.generation_check import GenerationCheck
 from extproc.sim.config import SimConfig
 from extproc.sim.worker import SimWorker
 from extproc.worker_client import Answer, WorkerUnreachableError
 from tests.extproc.admin_api import BY_ENVOY, A, B, C, fake_worker, serve, unserved
+from tests.fleets import registry_of
 
 GENERATE = "GET /health_generate"
 COMPLETE = "POST /v1/completions"
@@ -246,6 +250,56 @@ async def test_three_workers_are_tried_the_idle_ones_first():
     lost = FakeClient(bad=urls)
     assert "none of 3 healthy workers generates" in await GenerationCheck(registry, lost).failure()
     assert lost.asked == urls[1:]
+
+
+def half_open_beside(*others):
+    """Return a registry in which worker A is half-open and idle."""
+    rules = CircuitRules(failures=1, successes=1, open_s=60.0)
+    registry = registry_of(A, *others, circuits=rules)
+    registry.breakers.on_attempt(Attempt("10.0.0.1:8000", Outcome.FAILED, 500, 0.0), 1.0)
+    registry.commit(1.0)
+    registry.commit(62.0)
+    assert registry.get(A).state is State.HALF_OPEN
+    return registry
+
+
+@pytest.mark.looptime
+async def test_half_open_worker_is_left_to_the_requests_of_clients():
+    """It is not asked, however idle it is and whatever the others answer."""
+    registry = half_open_beside(B)
+    (pool,) = registry.pools
+    pool.acquire(pool.members[1])
+    client = FakeClient(bad=[B])
+
+    assert "none of 1 healthy workers" in await GenerationCheck(registry, client).failure()
+    assert client.asked == [B]
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("bad", [[], [A]], ids=["it generates", "it does not"])
+async def test_half_open_worker_that_is_alone_is_asked_without_effect(bad):
+    """Its trial is still to be had meanwhile, and the answer neither closes nor opens its circuit."""
+    registry = half_open_beside()
+    worker = registry.pools[0].members[0]
+    check = asyncio.ensure_future(GenerationCheck(registry, FakeClient(bad=bad)).failure())
+    await asyncio.sleep(0.05)
+    circuit = registry.get(A).circuit
+    assert (worker.limit, circuit.probing) == (1, False)
+
+    assert bool(await check) is bool(bad)
+    registry.commit(63.0)
+    assert (registry.get(A).state, worker.limit) == (State.HALF_OPEN, 1)
+
+
+@pytest.mark.looptime
+async def test_suspended_worker_is_asked_last():
+    """It may not be there, and the answer would take 10 s."""
+    registry = unserved(A, B).registry
+    registry.suspend("10.0.0.1:8000", suspended=True)
+    client = FakeClient()
+
+    assert await GenerationCheck(registry, client).failure() == ""
+    assert client.asked == [B]
 
 
 @pytest.mark.looptime
