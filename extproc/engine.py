@@ -120,7 +120,20 @@ class Engine:
     """Unix time at which it is removed though requests are under way."""
 
     suspended: bool = False
-    """Whether Envoy has just failed to connect to it: others are preferred for a while."""
+    """Whether it has just been asked in vain: others are preferred for a while."""
+
+    unreached_at: float = 0.0
+    """When Envoy failed to connect to it last while it was suspended, Unix time in seconds; 0 when it did not,
+    or when no check may end the suspension."""
+
+    resumed_at: float = 0.0
+    """When a check last ended a suspension, Unix time in seconds."""
+
+    answered: bool = False
+    """Whether this service has had an answer from it at this address."""
+
+    refused: bool = False
+    """Whether it refuses the connections of this service, which it has answered before: it is not there."""
 
     cluster: str = ""
     """The Envoy cluster through which it is reached; empty before it is in one."""
@@ -194,6 +207,11 @@ class Engine:
             self.circuit.resumes_at if self.circuit is not None else 0.0,
         )
 
+    def forget_contact(self) -> None:
+        """Forget what was found when it was asked: there may be another machine now."""
+        self.suspended = self.answered = self.refused = False
+        self.unreached_at = self.resumed_at = 0.0
+
     def judge(self, verdict: Verdict | None, now: float, *, startup_s: float) -> bool:
         """Derive the state from *verdict* (None: nobody judges); tell whether it changed.
 
@@ -208,7 +226,7 @@ class Engine:
         self.state, self.reason = state, reason
         return True
 
-    def _judged(  # noqa: PLR0911  one line per reason
+    def _judged(  # noqa: C901, PLR0911  one line per reason
         self, verdict: Verdict | None, now: float, startup_s: float
     ) -> tuple[State, str]:
         if self.draining:
@@ -229,6 +247,8 @@ class Engine:
             if "certificate" in self.models_unread:  # which to Envoy is a connection that failed
                 return state, self.models_unread
             return state, verdict.failure or "its first health check is under way"
+        if self.refused:
+            return State.UNHEALTHY, "it refuses connections"
         if not self.introduced:
             return State.STARTING, "it is being asked for its models"
         if self.circuit is not None and circuit is CircuitState.HALF_OPEN:

@@ -122,6 +122,19 @@ class Fleet:
         if engine.ranks != known:
             self.commit_soon()
 
+    def on_answer(self, engine: Engine, *, began: float, passed: bool) -> None:
+        """Learn that a worker has answered a check that *began* then, Unix time in seconds."""
+        was_suspended = engine.suspended
+        if self.registry.on_answer(engine, began=began, now=self.now(), passed=passed):
+            self.commit_soon()
+            if was_suspended and not engine.suspended:
+                log.info("worker resumed: a check has passed", worker=engine.key)
+
+    def on_refused(self, engine: Engine) -> None:
+        """Learn that a worker refused the connection of a check."""
+        if self.registry.on_refused(engine):
+            self.commit_soon()
+
     def tick(self) -> None:
         """Let time have its effects: drains end, starting workers become unhealthy."""
         if self.registry.waits:
@@ -138,8 +151,15 @@ class Fleet:
         """Work out what follows, log it and tell the listeners."""
         self._commit_due = False
         change = self.registry.commit(self.now())
-        if not (
-            change.members or change.clusters or change.states or change.removed or change.circuits
+        if not any(
+            (
+                change.members,
+                change.clusters,
+                change.states,
+                change.removed,
+                change.circuits,
+                change.suspended,
+            )
         ):
             return
         for engine in change.states:

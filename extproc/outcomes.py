@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import structlog
 
-from extproc.attempt import Attempt
+from extproc.attempt import Attempt, Outcome
 from extproc.fleet import Fleet
 from extproc.retry_budget import RetryBudget
 
@@ -26,12 +26,14 @@ class Outcomes:
         self._fleet = fleet
         self._budget = budget
         self._look_again = look_again
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """What ends suspensions, by endpoint."""
 
     def on_failed(self, attempt: Attempt) -> None:
         """Learn that *attempt* failed; its request may still be tried elsewhere."""
         self._budget.on_failed()
         if attempt.unanswered:
-            self._suspend(attempt.endpoint)
+            self._suspend(attempt)
         self._judge(attempt)
 
     def on_ended(self, last: Attempt | None, *, retries: int, failed: bool) -> None:
@@ -45,16 +47,27 @@ class Outcomes:
             self._fleet.commit()
             self._look_again()
 
-    def _suspend(self, endpoint: str) -> None:
+    def _suspend(self, attempt: Attempt) -> None:
         """Prefer others to a worker that was asked in vain."""
         registry = self._fleet.registry
-        if registry.suspend(endpoint, suspended=True):
-            self._fleet.commit()
+        endpoint = attempt.endpoint
+        away = attempt.outcome is Outcome.UNREACHABLE
+        unreached_at = self._fleet.now() if away else 0.0
+        if registry.suspend(endpoint, suspended=True, unreached_at=unreached_at):
             worker = registry.url_of(endpoint)
             log.warning("worker suspended: it cannot be reached", worker=worker, seconds=SUSPEND_S)
-            asyncio.get_running_loop().call_later(SUSPEND_S, self._resume, endpoint)
+            self._fleet.commit()
+            self._cancel_timer(endpoint)  # a check may have ended an earlier suspension
+            loop = asyncio.get_running_loop()
+            self._timers[endpoint] = loop.call_later(SUSPEND_S, self._resume, endpoint)
+
+    def _cancel_timer(self, endpoint: str) -> None:
+        timer = self._timers.pop(endpoint, None)
+        if timer is not None:
+            timer.cancel()
 
     def _resume(self, endpoint: str) -> None:
+        del self._timers[endpoint]
         registry = self._fleet.registry
         if registry.suspend(endpoint, suspended=False):
             self._fleet.commit()

@@ -45,6 +45,10 @@ from policies.base import Policy, Worker
 ADMIN_SOURCE = "admin"
 DEFAULT_POOL = "default"
 
+DISTRUST_S = 10.0
+"""A worker that cannot be connected to so soon after a check has ended its suspension is not resumed by the
+next one: Envoy may not reach it though this service does."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
@@ -67,6 +71,9 @@ class Change:
 
     circuits: tuple[tuple[str, CircuitState], ...] = ()
     """URLs of workers whose circuit is another, and what it is."""
+
+    suspended: tuple[Engine, ...] = ()
+    """Workers that have just been asked in vain."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +184,9 @@ class Registry:
 
         self._departed: dict[tuple[str, str], Worker] = {}
         """Workers that are gone but for requests under way, by URL and endpoint."""
+        self._suspended: list[Engine] = []
+        """Engines that were suspended since the last commit."""
+
         self._next_order = 0
         self._members_changed = False
         self._stale = True
@@ -350,7 +360,7 @@ class Registry:
             if engine.spec.url.host == host and engine.address != address:
                 if engine.address:  # there may be another machine now
                     engine.introduced = not self.settings.asks_models
-                    engine.suspended = False
+                    engine.forget_contact()
                 engine.address = address
                 self._members_changed = True
 
@@ -400,13 +410,46 @@ class Registry:
         for engine in self._by_endpoint.get(worker.endpoint, ()):
             send_probe(engine, self.settings.worker_limit)
 
-    def suspend(self, endpoint: str, *, suspended: bool) -> bool:
-        """Prefer others to the worker at *endpoint*, or no longer; tell whether that changed anything."""
+    def suspend(self, endpoint: str, *, suspended: bool, unreached_at: float = 0.0) -> bool:
+        """Prefer others to the worker at *endpoint*, or no longer; tell whether that changed anything.
+
+        *unreached_at*: when it could not be connected to; 0 when it broke off, of which checks know nothing.
+        """
         changed = False
         for engine in self._by_endpoint.get(endpoint, ()):
+            if not suspended or not unreached_at:
+                engine.unreached_at = 0.0
+            elif unreached_at - engine.resumed_at > DISTRUST_S:
+                engine.unreached_at = unreached_at
+            if suspended and not engine.suspended:
+                self._suspended.append(engine)
             changed |= engine.suspended is not suspended
             engine.suspended = suspended
         self._stale |= changed
+        return changed
+
+    def on_answer(self, engine: Engine, *, began: float, now: float, passed: bool) -> bool:
+        """Learn that *engine* has answered a check that *began* then; tell whether that changed anything.
+
+        Any answer shows that it is there. One that *passed* ends the suspension for a connection that failed
+        before the check, and any of a worker that was gone: another process is there now.
+        """
+        engine.answered = True
+        changed, engine.refused = engine.refused, False
+        newer = engine.unreached_at <= began if engine.unreached_at else changed
+        if passed and engine.suspended and newer:
+            for other in self._by_endpoint.get(engine.endpoint, ()):
+                other.resumed_at = now
+            changed |= self.suspend(engine.endpoint, suspended=False)
+        return changed
+
+    def on_refused(self, engine: Engine) -> bool:
+        """Learn that *engine* refused the connection of a check; tell whether that changed anything.
+
+        Only of one that has answered before this says that it is gone: others may not be for this service.
+        """
+        changed = engine.answered and not engine.refused
+        engine.refused |= changed
         return changed
 
     # --- what follows
@@ -436,8 +479,16 @@ class Registry:
             self.clusters = clusters
         self._let_go()
         circuits = tuple((self.url_of(e), state) for e, state in self.breakers.transitions())
+        suspended = tuple(self._suspended)
+        self._suspended.clear()
         return Change(
-            members_changed, clusters_changed, tuple(states), tuple(removed), drains, circuits
+            members_changed,
+            clusters_changed,
+            tuple(states),
+            tuple(removed),
+            drains,
+            circuits,
+            suspended,
         )
 
     def good_endpoints(self) -> set[tuple[str, str]]:
@@ -594,7 +645,7 @@ class Registry:
                     continue
                 engine.twin = "" if engine.is_router else owner
             engine.workers, engine.cluster, engine.target = (), "", ""
-            engine.suspended = False
+            engine.forget_contact()
         return placed
 
     def _index(self) -> None:
@@ -744,7 +795,7 @@ class Registry:
             pool.set_candidates(candidates, serving, tripped=tripped)
 
     def _is_down(self, engine: Engine) -> bool:
-        return self.verdicts.get(engine.cluster, engine.endpoint).down
+        return engine.refused or self.verdicts.get(engine.cluster, engine.endpoint).down
 
     def _view_clusters(self) -> tuple[ClusterView, ...]:
         settings = self.settings

@@ -45,6 +45,10 @@ class WorkerUnreachableError(Exception):
     """The worker did not answer; the text says why."""
 
 
+class WorkerRefusedError(WorkerUnreachableError):
+    """Nothing listens there: the worker's process is gone, or has yet to begin."""
+
+
 class WorkerClient:
     """Asks workers. Use as an async context manager."""
 
@@ -128,16 +132,19 @@ class WorkerClient:
         except TimeoutError as error:
             raise WorkerUnreachableError(f"no answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
+            if isinstance(_cause(error), ConnectionRefusedError):
+                raise WorkerRefusedError("connection refused") from error
             raise WorkerUnreachableError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return cap(f"its certificate is refused: {error.certificate_error}")
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    if isinstance(cause, ConnectionRefusedError):
-        return "connection refused"
-    return cap(str(cause)) or type(error).__name__
+    return cap(str(_cause(error))) or type(error).__name__
+
+
+def _cause(error: Exception) -> Exception:
+    return error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
 
 
 def _same(name: str, engine: Engine) -> bool:

@@ -3,6 +3,9 @@
 One task per worker, so that one that hangs delays no other. A worker that joins, or comes back, is asked
 at once: it is not picked before it has said, or refused to say, what it serves. One that comes back, or whose
 name has another address, may be another machine: its task starts anew, and an answer to the old one is lost.
+
+One that a request could not reach is asked at once, too, and one that refuses the connection is asked every
+second until it is there again.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from extproc.models import (
     parse_models,
 )
 from extproc.registry import Change
-from extproc.worker_client import Answer, WorkerClient, WorkerUnreachableError
+from extproc.worker_client import (
+    Answer,
+    WorkerClient,
+    WorkerRefusedError,
+    WorkerUnreachableError,
+)
 
 FIRST_TIMEOUT_S = 3.0
 """How long a new worker's answer is waited for; until then it is not picked."""
@@ -36,6 +44,10 @@ FIRST_PAUSE = (0.5, 1.5)
 """In intervals. Workers that came together are then asked at times that are spread over an interval."""
 
 PAUSE = (0.8, 1.2)
+GONE_PAUSE_S = 1.0
+"""Between two questions to a worker that is not there, at most."""
+
+SERVER_ERROR = 500
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +60,9 @@ class _Followed:
     """Where it is asked."""
 
     task: asyncio.Task[None]
+    in_doubt: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    """Set when it is to be asked at once."""
+
     asked: bool = False
     """Whether it has said, or refused to say, what it serves."""
 
@@ -89,14 +104,24 @@ class WorkerPoll:
             self._followed.pop(engine).task.cancel()
         for engine in current - self._followed.keys():
             self._followed[engine] = _Followed(engine.address, self._start(engine))
+        for engine in change.suspended:
+            if engine in self._followed:
+                self._followed[engine].in_doubt.set()
 
     async def _follow(self, engine: Engine) -> None:
         bounds = FIRST_PAUSE
         while True:
-            self._followed[engine].address = engine.address
+            followed = self._followed[engine]
+            followed.address = engine.address
+            followed.in_doubt.clear()
             if await self._ask(engine):
-                await asyncio.sleep(self._interval_s * self._rng.uniform(*bounds))
+                pause_s = self._interval_s * self._rng.uniform(*bounds)
                 bounds = PAUSE
+                if engine.refused:
+                    pause_s = min(pause_s, GONE_PAUSE_S)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await followed.in_doubt.wait()
 
     async def _ask(self, engine: Engine) -> bool:
         """Ask for everything; tell whether *engine* was in one place meanwhile, so that its answers count."""
@@ -122,6 +147,9 @@ class WorkerPoll:
 
     async def _read_models(self, engine: Engine) -> bool:
         models: ModelList | None = None
+        answer: Answer | None = None
+        refused = False
+        began = self._fleet.now()
         try:
             answer = await self._request(engine, "/v1/models", MAX_MODELS_BYTES)
             reason = "" if answer.ok else f"it answers {answer.status}"
@@ -129,8 +157,13 @@ class WorkerPoll:
                 models = parse_models(answer.body)
         except (WorkerUnreachableError, ValueError) as error:
             reason = cap(str(error))
+            refused = isinstance(error, WorkerRefusedError)
         if self._has_moved(engine):
             return False
+        if answer is not None:
+            self._fleet.on_answer(engine, began=began, passed=answer.status < SERVER_ERROR)
+        elif refused:
+            self._fleet.on_refused(engine)
         if reason and not engine.models_unread:
             log.info("worker does not say what it serves", worker=engine.key, reason=reason)
         engine.models_unread = reason

@@ -13,6 +13,7 @@ from tests.e2e.client import Connection, ask, openai_error
 from tests.e2e.conftest import BODY_FLAGS, StartRouter
 from tests.e2e.harness import Router, Sim, until
 from tests.e2e.raw_worker import RawWorker, Received, Stream, respond, unique_path
+from tests.e2e.workers_support import AdminApi
 
 pytestmark = pytest.mark.envoy
 
@@ -188,6 +189,7 @@ async def test_worker_comes_back(start_router: StartRouter, start_sim: Callable[
     sim.end()
     away = await ask(router.port, "GET", "/version")
     start_sim(port=sim.port)
+    AdminApi(router).until_state(sim.url, "healthy", limit_s=3)
     back = await ask(router.port, "GET", "/version")
 
     assert away.status == 503

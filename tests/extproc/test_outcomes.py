@@ -24,7 +24,8 @@ class World:
     def __init__(self):
         rules = CircuitRules(failures=2, successes=1, open_s=60.0)
         self.registry = registry_of(A, B, circuits=rules)
-        self.fleet = Fleet(self.registry, lambda: 1000.0)
+        loop = asyncio.get_running_loop()
+        self.fleet = Fleet(self.registry, lambda: 1000.0 + loop.time())
         self.budget = RetryBudget(ratio=0.2, most=5)
         self.looks = 0
         self.outcomes = Outcomes(self.fleet, self.budget, self.look)
@@ -35,12 +36,20 @@ class World:
     def fail(self, outcome=Outcome.FAILED, status=500):
         self.outcomes.on_failed(Attempt(AT_A, outcome, status, 1000.0))
 
+    async def check(self, takes_s=0.0, *, passed=True):
+        """Let worker A answer a check that begins now."""
+        began = self.fleet.now()
+        await asyncio.sleep(takes_s)
+        engine = self.registry.get(A)
+        self.fleet.on_answer(engine, began=began, passed=passed)
+        await asyncio.sleep(0.1)
+
     def candidates(self):
         return [worker.url for worker in self.registry.pools[0].candidates]
 
 
 @pytest.fixture
-def world():
+async def world():
     return World()
 
 
@@ -74,6 +83,60 @@ async def test_worker_that_answered_is_not(world, outcome, status):
     """It is there: the circuit judges."""
     world.fail(outcome, status)
 
+    assert world.candidates() == [A, B]
+
+
+async def test_check_that_began_after_the_failure_ends_the_suspension(world):
+    """At once, not after ten seconds."""
+    world.fail(Outcome.UNREACHABLE, 0)
+    await asyncio.sleep(1)
+    await world.check()
+
+    assert world.candidates() == [A, B]
+
+
+async def test_check_that_began_before_or_does_not_pass_ends_no_suspension(world):
+    """It says nothing of what has happened since."""
+    under_way = asyncio.ensure_future(world.check(takes_s=1))
+    await asyncio.sleep(0.5)
+    world.fail(Outcome.UNREACHABLE, 0)
+    await under_way
+    await world.check(passed=False)
+    assert world.candidates() == [B]
+
+    under_way = asyncio.ensure_future(world.check(takes_s=1))
+    await asyncio.sleep(0.5)
+    world.fail(Outcome.UNREACHABLE, 0)
+    await under_way
+    assert world.candidates() == [B]
+
+
+async def test_check_says_nothing_of_a_worker_that_broke_off(world):
+    """It answers checks, perhaps, and no requests."""
+    world.fail(Outcome.LOST, 0)
+    await asyncio.sleep(1)
+    await world.check()
+
+    assert world.candidates() == [B]
+
+
+async def test_worker_that_fails_again_is_left_alone_for_the_full_time(world):
+    """Checks reach it and requests do not; nor does the end of the first suspension count for the second."""
+    world.fail(Outcome.UNREACHABLE, 0)
+    await asyncio.sleep(4)
+    await world.check()
+    assert world.candidates() == [A, B]
+
+    world.fail(Outcome.UNREACHABLE, 0)
+    for _ in range(9):
+        await asyncio.sleep(0.9)
+        await world.check()
+        assert world.candidates() == [B]
+    await asyncio.sleep(1.1)
+    assert world.candidates() == [A, B]
+
+    world.fail(Outcome.UNREACHABLE, 0)  # longer ago than that by now
+    await world.check()
     assert world.candidates() == [A, B]
 
 

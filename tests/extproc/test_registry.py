@@ -841,6 +841,61 @@ def test_suspended_worker_is_left_alone_while_there_are_others():
     assert not world.registry.suspend("10.9.9.9:1", suspended=True)
 
 
+def refuse(world, key, *, answered=True):
+    """Let worker *key* refuse a connection of the service, which it has *answered* before."""
+    if answered:
+        world.registry.on_answer(world[key], began=0.0, now=0.0, passed=True)
+    return world.registry.on_refused(world[key])
+
+
+def test_worker_that_refuses_connections_is_unhealthy_at_once():
+    """Its process is gone, which Envoy finds out after three checks, a minute apart."""
+    world = healthy(A, B)
+    assert refuse(world, A)
+    assert not refuse(world, A, answered=False)
+    world.commit()
+    assert (world.candidates(), world.states()[A]) == ([B], "unhealthy")
+    assert world[A].reason == "it refuses connections"
+
+    assert world.registry.on_answer(world[A], began=1.0, now=1.0, passed=False)
+    world.commit()
+    assert (world.candidates(), world.states()[A]) == ([A, B], "healthy")
+
+
+def test_worker_that_never_answered_may_refuse():
+    """The service cannot reach it, perhaps, and Envoy can."""
+    world = healthy(A)
+    assert not refuse(world, A, answered=False)
+    world.commit()
+
+    assert world.states()[A] == "healthy"
+
+
+def test_worker_that_was_gone_and_is_back_is_no_longer_suspended():
+    """Whatever the process before it did; a failure since the check began counts."""
+    world = healthy(A, B)
+    world.registry.suspend("10.0.0.1:8000", suspended=True)
+    refuse(world, A)
+    world.registry.on_answer(world[A], began=1.0, now=1.0, passed=True)
+    assert not world[A].suspended
+
+    refuse(world, A)
+    world.registry.suspend("10.0.0.1:8000", suspended=True, unreached_at=100.0)
+    world.registry.on_answer(world[A], began=99.0, now=101.0, passed=True)
+    assert (world[A].suspended, world[A].refused) == (True, False)
+
+
+def test_worker_at_another_address_has_refused_nobody():
+    """It may be another machine."""
+    world = World(NAMED)
+    world.registry.on_address("w1", "10.0.0.8")
+    world.commit()
+    refuse(world, NAMED)
+    world.registry.on_address("w1", "10.0.0.77")
+
+    assert (world[NAMED].refused, world[NAMED].answered) == (False, False)
+
+
 def test_when_none_is_healthy_there_are_no_candidates():
     """Fail fast, rather than try what Envoy has found wanting."""
     world = healthy(A)

@@ -20,7 +20,12 @@ from extproc.registry import Registry, Settings
 from extproc.signals.worker_poll import FIRST_TIMEOUT_S, TIMEOUT_S, WorkerPoll
 from extproc.sim.config import SimConfig
 from extproc.sim.worker import SimWorker
-from extproc.worker_client import Answer, WorkerClient, WorkerUnreachableError
+from extproc.worker_client import (
+    Answer,
+    WorkerClient,
+    WorkerRefusedError,
+    WorkerUnreachableError,
+)
 from tests.extproc.recorder import Recorder
 
 A, B, NAMED = "http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://w1:8000"
@@ -449,6 +454,72 @@ async def test_answers_have_bounds_of_their_own(answers, monkeypatch):
         await asyncio.sleep(0.1)
 
     assert bounds == {"/v1/models": 256 * 1024, "/metrics": 4 * 2**20}
+
+
+# --- workers that are gone
+
+
+REFUSED = WorkerRefusedError("connection refused")
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("back", [b'{"data":[{"id":"y"}]}', Answer(503, b"")])
+async def test_worker_that_is_gone_is_unhealthy_until_it_answers(answers, back):
+    """It is asked every second meanwhile."""
+    fleet = make_fleet()
+    engine = fleet.add(spec(A))
+    answers.serve(A, "x")
+    async with polling(fleet, answers):
+        await asyncio.sleep(1)
+        answers.models[A] = answers.metrics[A] = REFUSED
+        await asyncio.sleep(3 * INTERVAL_S)
+        assert (engine.state, engine.reason) == (State.UNHEALTHY, "it refuses connections")
+        asked = len(answers.times(A))
+        await asyncio.sleep(5)
+        assert len(answers.times(A)) == asked + 5
+        answers.models[A], answers.metrics[A] = back, b""
+        await asyncio.sleep(1.1)
+        assert engine.state is State.HEALTHY
+        asked = len(answers.times(A))
+        await asyncio.sleep(5)
+        assert len(answers.times(A)) == asked
+
+    assert engine.base_models == ({"y"} if isinstance(back, bytes) else {"x"})
+
+
+@pytest.mark.looptime
+@pytest.mark.parametrize("failure", [WorkerUnreachableError("no answer"), Answer(500, b"")])
+async def test_worker_that_is_slow_or_answers_errors_is_for_envoy_to_judge(answers, failure):
+    """After as many checks as are configured."""
+    fleet = make_fleet()
+    engine = fleet.add(spec(A))
+    answers.serve(A, "x")
+    async with polling(fleet, answers):
+        await asyncio.sleep(1)
+        answers.models[A] = failure
+        await asyncio.sleep(5 * INTERVAL_S)
+
+    assert engine.state is State.HEALTHY
+
+
+@pytest.mark.looptime
+async def test_worker_that_a_request_did_not_reach_is_asked_at_once(answers):
+    """It is back in the choice when it answers, and out of it when it is gone."""
+    fleet = make_fleet()
+    engine, gone = fleet.add(spec(A)), fleet.add(spec(B))
+    answers.serve(A, "x")
+    answers.serve(B, "x")
+    async with polling(fleet, answers):
+        await asyncio.sleep(1)
+        answers.models[B] = REFUSED
+        for endpoint in ("10.0.0.1:8000", "10.0.0.2:8000"):
+            fleet.registry.suspend(endpoint, suspended=True, unreached_at=fleet.now())
+        fleet.commit()
+        await asyncio.sleep(0.1)
+
+    assert len(answers.times(A)) == len(answers.times(B)) == 2
+    assert (engine.suspended, engine.state) == (False, State.HEALTHY)
+    assert (gone.suspended, gone.state) == (True, State.UNHEALTHY)
 
 
 # --- ranks

@@ -24,6 +24,7 @@ from extproc.worker_client import (
     MAX_ANSWER_BYTES,
     Answer,
     WorkerClient,
+    WorkerRefusedError,
     WorkerUnreachableError,
 )
 
@@ -239,7 +240,8 @@ async def test_worker_that_is_not_there_refuses_the_connection(client, start_wor
     worker = await start_worker()
     await worker.stop()
 
-    assert await reason(client, engine(worker.url)) == "connection refused"
+    with pytest.raises(WorkerRefusedError, match=r"^connection refused$"):
+        await ask(client, engine(worker.url))
 
 
 async def test_worker_without_an_address_is_not_asked(client):
