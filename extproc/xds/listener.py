@@ -32,6 +32,7 @@ from extproc.xds.local_reply import build_local_replies
 from extproc.xds.model import LISTENER_NAME, ROUTES_NAME, EnvoyModel
 from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, build_slot
 from extproc.xds.wire import envoy_address, from_ads, seconds
+from extproc.xds.worker_address import build_worker_address_filter
 from extproc.xds.worker_key import build_worker_key_filters
 
 REQUEST_HEADERS_TIMEOUT_S = 10.0
@@ -110,6 +111,7 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
         }
     return [
         build_header_hygiene(model.request_id_headers),
+        build_worker_address_filter(),
         build_cors(),
         slots[AUTH_SLOT],
         slots[RATE_SLOT],

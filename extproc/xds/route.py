@@ -31,6 +31,7 @@ from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, ROUTES_NAME, UNROUTED_
 from extproc.xds.retry import build_retry_policy
 from extproc.xds.slots import AUTH_SLOT, RATE_SLOT
 from extproc.xds.wire import seconds
+from extproc.xds.worker_address import build_note
 from extproc.xds.worker_key import build_worker_key_off
 
 OPEN_PATHS = ("/finish_session", "/health_generate")
@@ -82,7 +83,7 @@ def _picked_routes(model: EnvoyModel) -> Iterator[Route]:
             action.cluster = view.name
             action.prefix_rewrite = f"{view.path}/"
             match = RouteMatch(prefix="/", headers=[header])
-            yield _inference_route(model, f"picked {view.name}", match, action)
+            yield _inference_route(model, f"picked {view.name}", match, action, view.path)
     header = HeaderMatcher(name=CLUSTER_HEADER, present_match=True)
     action = _action(model)
     action.cluster_header = CLUSTER_HEADER
@@ -113,7 +114,7 @@ def _unpicked_routes(model: EnvoyModel) -> Iterator[Route]:
                 )
             )
         name = "unpicked" if index == 0 else f"unpicked {view.name}"
-        yield _inference_route(model, name, match, action)
+        yield _inference_route(model, name, match, action, view.path)
 
 
 def _refused_routes() -> Iterator[Route]:
@@ -178,13 +179,16 @@ def _admin_route(match: RouteMatch, name: str, timeout_s: float) -> Route:
     )
 
 
-def _inference_route(model: EnvoyModel, name: str, match: RouteMatch, action: RouteAction) -> Route:
+def _inference_route(
+    model: EnvoyModel, name: str, match: RouteMatch, action: RouteAction, base_path: str = ""
+) -> Route:
     return Route(
         name=name,
         match=match,
         route=action,
         request_body_buffer_limit=model.max_payload_bytes,
         request_headers_to_remove=[*INTERNAL_HEADERS, *credentials_to_remove(model.access)],
+        response_headers_to_add=[build_note(base_path)],
         typed_per_filter_config={
             **build_worker_key_off(model.access),
             **build_cors_policy(model.access.cors_origins),

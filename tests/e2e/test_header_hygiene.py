@@ -140,6 +140,72 @@ async def test_workers_software_is_not_told(any_router: Router, worker: RawWorke
     assert response.values("keep-alive") == []
 
 
+REDIRECTS = {
+    "http://{host}/v1/models?a=%2F#b": "/v1/models?a=%2F#b",
+    "http://{host}:{port}/v1/models": "/v1/models",
+    "HTTPS://user@{host}/v1/models": "/v1/models",
+    "//{host}/v1/models": "/v1/models",
+    "http://{address}/v1/models": "/v1/models",
+    "http://{host}": "/",
+    "http://{host}?a": "/?a",
+    "http://{host}//elsewhere.example/x": "/.//elsewhere.example/x",
+    "http://{host}/\\elsewhere.example/x": "/./\\elsewhere.example/x",
+    "http://{host}:1/x": "http://{host}:1/x",
+    "http://elsewhere.example:1/x": "http://elsewhere.example:1/x",
+    "http://elsewhere.example/?to=http://a/": "http://elsewhere.example/?to=http://a/",
+    "/v1/models": "/v1/models",
+    "../models": "../models",
+}
+"""What a worker says in ``Location``, and what the client is to see."""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_redirects_of_a_worker_do_not_tell_where_it_is(
+    start_router: StartRouter, worker: RawWorker, by_name: bool
+) -> None:
+    """Those to itself become paths; a path with two slashes must not lead elsewhere."""
+    address = worker.urls[0].removeprefix("http://")
+    port = worker.ports[0]
+    host = "localhost" if by_name else "router.example"
+    url = f"http://localhost:{port}" if by_name else f"http://{address}"
+    router = start_router([url], "--policy", "round_robin")
+    path = unique_path()
+    shown, told = [], []
+
+    for said in REDIRECTS:
+        location = said.format(host=host, port=port, address=address)
+        head = f"location: {location}\r\ncontent-location: {location}\r\ncontent-length: 0"
+        worker.on(path, respond(f"HTTP/1.1 307 X\r\n{head}\r\n\r\n".encode()))
+        async with Connection(router.port) as connection:
+            get = f"GET {path} HTTP/1.1\r\nHost: router.example\r\n\r\n"
+            await connection.send_raw(get.encode())
+            response = await connection.head()
+        check_silent(response)
+        shown += [*response.values("location"), *response.values("content-location")]
+        told += [request.values("host") for request in worker.received(path)][-1]
+
+    assert set(told) == {host}
+    assert shown == [seen.format(host=host) for seen in REDIRECTS.values() for _ in range(2)]
+
+
+@pytest.mark.parametrize(("said", "seen"), [("/b/x/", "/x/"), ("/b", "/"), ("/bd", "/bd")])
+async def test_redirect_of_a_worker_below_a_base_path(
+    start_router: StartRouter, worker: RawWorker, said: str, seen: str
+) -> None:
+    """Clients do not know of the base path, which is put before theirs again."""
+    router = start_router([f"http://localhost:{worker.ports[0]}/b"], "--policy", "round_robin")
+    path = unique_path()
+    location = f"http://localhost:{worker.ports[0]}{said}"
+    worker.on(
+        f"/b{path}",
+        respond(f"HTTP/1.1 307 X\r\nlocation: {location}\r\ncontent-length: 0\r\n\r\n".encode()),
+    )
+
+    response = await ask(router.port, "GET", path)
+
+    assert response.values("location") == [seen]
+
+
 async def test_internal_headers_reach_no_worker(any_router: Router, worker: RawWorker) -> None:
     """Where a request goes is nothing that a worker need know."""
     path = unique_path()
