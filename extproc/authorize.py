@@ -15,6 +15,9 @@ PATH = "/authorize"
 IDENTITY_HEADER = "x-router-client"
 """The client's name, as Envoy's other ways to authenticate set it; clients cannot send it themselves."""
 
+ADDRESS_HEADER = "x-router-client-address"
+"""The client's IP address, as Envoy sees it."""
+
 _STATUSES = {Verdict.ACCEPTED: 200, Verdict.REJECTED: 401, Verdict.UNKNOWN: 503}
 
 
@@ -25,7 +28,8 @@ def add_authorize(app: web.Application, validator: TokenValidator) -> None:
         token = bearer_token(request.headers.getall("Authorization", []))
         if not token:
             return web.Response(status=401)
-        verdict, name = await validator.validate(token)
+        address = request.headers.get(ADDRESS_HEADER, "")
+        verdict, name = await validator.validate(token, address)
         headers = {IDENTITY_HEADER: name} if verdict is Verdict.ACCEPTED else None
         return web.Response(status=_STATUSES[verdict], headers=headers)
 

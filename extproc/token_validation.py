@@ -6,7 +6,7 @@ answers 200 vouches for the token. Only answers are remembered: when a URL canno
 in time or fails (5xx, 408, 429) and no other vouches, the request gets 503 and the next one asks again.
 
 A service that hangs costs the requests that wait for it, and no more: look-ups are bounded in number and
-time, answers' bodies are not read, redirects are not followed (the token is for nobody else), and tokens
+time, and no client address may hold more than a quarter of them; answers' bodies are not read, redirects are not followed (the token is for nobody else), and tokens
 that are known go on being known.
 """
 
@@ -22,6 +22,7 @@ import aiohttp
 import structlog
 from yarl import URL
 
+from extproc.fair_places import FairPlaces, holder_of
 from extproc.log import cap
 from extproc.token_cache import TokenCache, Verdict, identity, token_digest
 
@@ -62,7 +63,7 @@ class TokenValidator:
         self._pending: dict[bytes, asyncio.Task[Verdict]] = {}
         self._quiet_until = 0.0
         self._unsaid = 0
-        self._places = asyncio.Semaphore(MAX_AT_ONCE)
+        self._places = FairPlaces(MAX_AT_ONCE, MAX_WAITING)
         self._urls: tuple[str, ...] = ()
         self._cache = TokenCache(cache_s)
         self.configure(urls, cache_s=cache_s, timeout_s=timeout_s)
@@ -100,8 +101,8 @@ class TokenValidator:
             finally:
                 await self._session.close()
 
-    async def validate(self, token: str) -> tuple[Verdict, str]:
-        """Return the verdict on *token*, and a name for whoever shows it."""
+    async def validate(self, token: str, address: str = "") -> tuple[Verdict, str]:
+        """Return the verdict on *token*, which came from *address*, and a name for whoever shows it."""
         if len(token) > MAX_TOKEN_CHARS or not TOKEN.fullmatch(token):
             return self._done(Verdict.REJECTED), ""
         digest = token_digest(token)
@@ -111,15 +112,20 @@ class TokenValidator:
             return known, identity(digest)
         task = self._pending.get(digest)
         if task is None:
-            if self._tasks is None or len(self._pending) >= MAX_WAITING:
+            holder = holder_of(address)
+            if self._tasks is None:
                 return self._done(Verdict.UNKNOWN), ""
-            task = self._tasks.create_task(self._look_up(token, digest))
+            if not self._places.enter(holder):
+                self._complain("too many unknown tokens at a time", address=address)
+                return self._done(Verdict.UNKNOWN), ""
+            task = self._tasks.create_task(self._look_up(token, digest, holder))
             self._pending[digest] = task
-            task.add_done_callback(lambda done: self._forget(digest, done))
+            task.add_done_callback(lambda done: self._forget(digest, holder, done))
         # Whoever asked first may leave; the others want to know all the same.
         return self._done(await asyncio.shield(task)), identity(digest)
 
-    def _forget(self, digest: bytes, task: asyncio.Task[Verdict]) -> None:
+    def _forget(self, digest: bytes, holder: str, task: asyncio.Task[Verdict]) -> None:
+        self._places.leave(holder)
         if self._pending.get(digest) is task:
             del self._pending[digest]
 
@@ -131,10 +137,10 @@ class TokenValidator:
     def _now() -> float:
         return asyncio.get_running_loop().time()
 
-    async def _look_up(self, token: str, digest: bytes) -> Verdict:
+    async def _look_up(self, token: str, digest: bytes, holder: str) -> Verdict:
         urls, cache = self._urls, self._cache
         try:
-            async with asyncio.timeout(self._timeout_s), self._places:
+            async with asyncio.timeout(self._timeout_s), self._places.place(holder):
                 verdict = await self._ask_all(urls, token)
         except TimeoutError:
             self._complain("token validation timed out", seconds=self._timeout_s)

@@ -1,12 +1,14 @@
 """Tokens of which only other services know whether they are good: Envoy asks this service, which asks them.
 
-Envoy sends the request's method and its ``Authorization`` header and nothing else: neither path nor body.
+Envoy sends the request's method, its ``Authorization`` header and the client's IP address, and nothing else:
+neither path nor body.
 """
 
 from __future__ import annotations
 
-from envoy_data_plane.envoy.config.core.v3 import ApiVersion, HttpUri
+from envoy_data_plane.envoy.config.core.v3 import ApiVersion, HeaderValue, HttpUri
 from envoy_data_plane.envoy.extensions.filters.http.ext_authz.v3 import (
+    AuthorizationRequest,
     AuthorizationResponse,
     ExtAuthz,
     HttpService,
@@ -19,6 +21,7 @@ from extproc.xds.model import ADMIN_CLUSTER, CLIENT_HEADER, AskedTokens
 from extproc.xds.wire import seconds
 
 AUTHORIZE_PATH = "/authorize"
+ADDRESS_HEADER = "x-router-client-address"
 
 
 def build_ext_authz(auth: AskedTokens) -> Any:
@@ -28,6 +31,11 @@ def build_ext_authz(auth: AskedTokens) -> Any:
             uri="http://extproc", cluster=ADMIN_CLUSTER, timeout=seconds(auth.timeout_s)
         ),
         path_override=AUTHORIZE_PATH,
+        authorization_request=AuthorizationRequest(
+            headers_to_add=[
+                HeaderValue(key=ADDRESS_HEADER, value="%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%")
+            ]
+        ),
         authorization_response=AuthorizationResponse(
             allowed_upstream_headers=_only(CLIENT_HEADER),
             # Without a list clients would get every header of the answer.

@@ -191,6 +191,8 @@ async def test_auth_service_that_hangs(start: Start, auth: RawWorker, worker: Ra
     assert again.status == 200
     assert router.metrics()("token_validations_total", result="unknown") > 0
     assert len(router.logged("token validation timed out")) < 10
+    crowded = router.logged("too many unknown tokens at a time")
+    assert {entry["address"] for entry in crowded} == {"127.0.0.1"}
 
 
 async def endless(_request: Received, stream: Stream) -> None:

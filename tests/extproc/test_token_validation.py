@@ -10,6 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from extproc.authorize import add_authorize, bearer_token
+from extproc.fair_places import SHARE
 from extproc.token_cache import Verdict
 from extproc.token_validation import MAX_AT_ONCE, MAX_WAITING, TokenValidator
 
@@ -28,6 +29,7 @@ class AuthService:
         self.begun = asyncio.Event()
         self.go_on = asyncio.Event()
         self.go_on.set()
+        self.hangs_for = ""
         self.now = self.most = 0
 
     async def check(self, request):
@@ -36,7 +38,8 @@ class AuthService:
         self.now += 1
         self.most = max(self.most, self.now)
         try:
-            await self.go_on.wait()
+            if request.headers.get("Authorization", "").startswith(self.hangs_for):
+                await self.go_on.wait()
         finally:
             self.now -= 1
         return web.Response(status=self.status, headers=self.headers)
@@ -76,10 +79,10 @@ async def asking(*urls, cache_s=60.0, timeout_s=TIMEOUT_S):
         yield validator
 
 
-async def verdict(validator, token="t"):  # noqa: S107  a token, not a password
+async def verdict(validator, token="t", address="192.0.2.1"):  # noqa: S107  a token, not a password
     """Return what the validator says within the limit."""
     async with asyncio.timeout(LIMIT_S):
-        return (await validator.validate(token))[0]
+        return (await validator.validate(token, address))[0]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ async def test_service_that_hangs_costs_its_time_and_known_tokens_nothing(auth):
         auth.go_on.clear()
         async with asyncio.TaskGroup() as tasks:
             waiting = [
-                tasks.create_task(verdict(validator, f"t{number}"))
+                tasks.create_task(verdict(validator, f"t{number}", f"192.0.2.{number % 5}"))
                 for number in range(MAX_WAITING + 50)
             ]
             await asyncio.sleep(TIMEOUT_S / 2)
@@ -178,6 +181,25 @@ async def test_service_that_hangs_costs_its_time_and_known_tokens_nothing(auth):
         assert auth.most <= MAX_AT_ONCE
         auth.go_on.set()
         assert await verdict(validator, "t1") is Verdict.ACCEPTED
+
+
+async def test_flood_of_one_address_leaves_places_for_others(auth):
+    """Its tokens wait or get no answer, while those of another address are judged."""
+    flood = "198.51.100.7"
+    auth.hangs_for = "Bearer flood"
+    auth.go_on.clear()
+    async with asking(auth.url, timeout_s=LIMIT_S) as validator:
+        waiting = [
+            asyncio.ensure_future(verdict(validator, f"flood{number}", flood))
+            for number in range(MAX_WAITING // SHARE)
+        ]
+        await asyncio.sleep(0)
+        assert await verdict(validator, "flood-last", flood) is Verdict.UNKNOWN
+        assert await verdict(validator, "good", "203.0.113.9") is Verdict.ACCEPTED
+        assert await verdict(validator, "good", flood) is Verdict.ACCEPTED
+        auth.go_on.set()
+        assert set(await asyncio.gather(*waiting)) == {Verdict.ACCEPTED}
+        assert await verdict(validator, "flood-last", flood) is Verdict.ACCEPTED
 
 
 async def test_body_without_end_is_not_read(auth):
@@ -264,7 +286,7 @@ async def test_envoy_is_answered(auth, method, status, answer, named):
         app = web.Application()
         add_authorize(app, validator)
         async with TestClient(TestServer(app)) as client:
-            headers = {"Authorization": "Bearer t"}
+            headers = {"Authorization": "Bearer t", "x-router-client-address": "192.0.2.1"}
             async with client.request(method, "/authorize", headers=headers) as response:
                 assert response.status == answer
                 assert ("x-router-client" in response.headers) is named

@@ -8,7 +8,7 @@ import pytest
 
 from extproc import admission, authorize
 from extproc.xds.client_auth import credentials_to_remove
-from extproc.xds.ext_authz import AUTHORIZE_PATH
+from extproc.xds.ext_authz import ADDRESS_HEADER, AUTHORIZE_PATH
 from extproc.xds.extensions import build_extensions
 from extproc.xds.listener import build_listener
 from extproc.xds.model import (
@@ -37,6 +37,7 @@ WAYS = {
 def test_both_sides_mean_the_same():
     """Envoy asks where the service answers, and under the name that the queue goes by."""
     assert authorize.PATH == AUTHORIZE_PATH
+    assert authorize.ADDRESS_HEADER == ADDRESS_HEADER
     assert CLIENT_HEADER == authorize.IDENTITY_HEADER == admission.CLIENT_HEADER
 
 
