@@ -40,7 +40,7 @@ OUTPUT_SHOWN_CHARS = 6000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-_reserved: dict[int, socket.socket] = {}
+_reserved: dict[int, int] = {}
 _serial = itertools.count(1)
 
 programs: list[Program] = []
@@ -69,7 +69,7 @@ def free_port() -> int:
             reservation.close()
             continue
         if _can_bind(port):
-            _reserved[port] = reservation
+            _reserved[port] = reservation.detach()  # else a warning about each at the end
             return port
         reservation.close()
     raise AssertionError("no free port found")
