@@ -6,7 +6,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
-PYTEST_ARGS ?= -n 2
+PYTEST_ARGS ?= -n 3 --dist worksteal
 
 .PHONY: help sync run demo test heavy fast cover chaos fuzz lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
 
@@ -32,7 +32,7 @@ demo: $(STAMP) ## The same, plus two streamed conversations through the OpenAI S
 test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
 	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS) $(ARGS)
 
-heavy: $(STAMP) ## Tests that load the whole machine: overload, ten thousand requests in a queue, chaos
+heavy: $(STAMP) ## Tests that load the whole machine (overload, ten thousand requests in a queue, chaos) or repeat much
 	@$(BIN)/python -m pytest -m heavy $(ARGS)
 
 fast: $(STAMP) ## Tests that start no Envoy

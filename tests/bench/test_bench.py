@@ -45,6 +45,7 @@ def numbers(value: Any) -> list[float]:
 
 
 @pytest.mark.envoy
+@pytest.mark.heavy
 def test_bench_reports_every_figure(tmp_path: Path) -> None:
     """Both variants answer without errors, the service picks, and all streams give their lease back."""
     file = tmp_path / "figures.json"

@@ -428,7 +428,9 @@ async def test_queue_of_busy_workers_is_bounded_in_length_and_time(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
+@pytest.mark.parametrize(
+    "policy", ["round_robin", pytest.param("cache_aware", marks=pytest.mark.heavy)]
+)
 @pytest.mark.parametrize("how", ["removed", "drained", "unhealthy"])
 async def test_rolling_update_with_a_gap_fails_no_request(
     policy: str, how: str, start_router: StartRouter, start_sim: StartSim

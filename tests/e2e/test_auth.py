@@ -587,7 +587,13 @@ async def test_client_may_keep_its_own(start_router: StartRouter, worker: RawWor
 
 
 @pytest.mark.parametrize("name", list(WAYS))
-@pytest.mark.parametrize("kept", [False, True], ids=["replaced", "kept"])
+@pytest.mark.parametrize(
+    "kept",
+    [
+        pytest.param(False, id="replaced"),
+        pytest.param(True, marks=pytest.mark.heavy, id="kept"),
+    ],
+)
 async def test_checked_credentials_and_a_key_for_workers(
     start_router: StartRouter, worker: RawWorker, tmp_path: Path, name: str, kept: bool
 ) -> None:
