@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from extproc.json_edit import (
     MAX_MEMBERS,
+    Remove,
+    Replace,
+    Set,
+    edit_members,
+    element_spans,
     replace_top_level,
     set_top_level,
     top_level_span,
+    top_level_value,
 )
 
 NEW = b'{"new":[1]}'
@@ -324,3 +330,121 @@ def test_any_bytes_are_bearable(body):
 
     assert (spans is None) == (added is None)
     assert (replaced(body) is None) == (not spans)
+
+
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (b'{"a":1}', b"{}"),
+        (b'{ "a" : 1 }', b"{  }"),
+        (b'{ "a":1 , "b":2 }', b'{ "b":2 }'),
+        (b'{"b":2 , "a":1 }', b'{"b":2 }'),
+        (b'{"b":2 , "a":1 , "c":3}', b'{"b":2 , "c":3}'),
+        (b'{"a":1,\n"\\u0061":2,\n"b":3,\n"a":4,"a":5,\n"c":6,"a":7 }', b'{"b":3,\n"c":6 }'),
+        (b'{"a":1,"a":2}', b"{}"),
+        (b'{"b":{"a":1}}', b'{"b":{"a":1}}'),
+    ],
+)
+def test_member_is_removed_with_one_comma(body, result):
+    """Of the white space around it, what stands before it at the beginning and after it elsewhere stays."""
+    assert edit_members(body, [Remove(("a",))]) == result
+
+
+@pytest.mark.parametrize(
+    ("body", "result"),
+    [
+        (b"{}", b'{"s":0,"o":{"i":{"s":1}}}'),
+        (b'{"r":9,"x":1}', b'{"s":0,"o":{"i":{"s":1}},"r":2}'),
+        (b'{"o":{}}', b'{"s":0,"o":{"i":{"s":1}}}'),
+        (b'{"o":null}', b'{"s":0,"o":{"i":{"s":1}}}'),
+        (b'{"o": {"i":{"r":9 ,"x":8, "s":7}} }', b'{"s":0,"o": {"i":{"r":3, "s":1}} }'),
+        (b'{"o":[1]}', b'{"s":0,"o":[1]}'),
+        (b'{"o":{"i":5}}', b'{"s":0,"o":{"i":5}}'),
+        (
+            b'{"o":{"i":{"s":0}},"o":{"i":{"s":2},"i":{}}}',
+            b'{"s":0,"o":{"i":{"s":1}},"o":{"i":{"s":1},"i":{"s":1}}}',
+        ),
+    ],
+)
+def test_edits_reach_into_objects(body, result):
+    """A missing object comes with what is set in it; what is no object stays."""
+    edits = [
+        Set(("s",), b"0"),
+        Set(("o", "i", "s"), b"1"),
+        Replace(("r",), b"2"),
+        Replace(("o", "i", "r"), b"3"),
+        Remove(("x",)),
+        Remove(("o", "i", "x")),
+    ]
+
+    assert edit_members(body, edits) == result
+
+
+def test_last_edit_of_a_path_counts():
+    """What lies within a member that is set or removed does not."""
+    edits = [Set(("a", "b"), b"1"), Set(("a",), b"2"), Remove(("c",)), Set(("c",), b"3")]
+
+    assert edit_members(b'{"a":{}}', edits) == b'{"c":3,"a":2}'
+    assert edit_members(b'{"c":0}', [*edits, Remove(("a",))]) == b'{"c":3}'
+
+
+def test_removed_null_object_stays_null():
+    """There is nothing in it to remove or to replace."""
+    body = b'{"a":null}'
+
+    assert edit_members(body, [Remove(("a", "b")), Replace(("a", "c"), b"1")]) == body
+
+
+def test_body_without_changes_is_the_same_object():
+    """Nothing is copied."""
+    body = b'{"a":1,"b":{"c":2}}'
+
+    assert edit_members(body, [Set(("a",), b"1"), Remove(("b", "x")), Remove(("y",))]) is body
+
+
+def test_members_of_inner_objects_are_bounded():
+    """An edit that would have to read more than that is refused."""
+    body = b'{"a":{"x":1' + b',"x":1' * MAX_MEMBERS + b"}}"
+
+    assert edit_members(body, [Remove(("a", "x"))]) is None
+    assert edit_members(body, [Remove(("b", "x"))]) == body
+
+
+@given(
+    members=st.dictionaries(_keys, _values, max_size=6),
+    removed=st.sets(_keys, max_size=3),
+    added=st.dictionaries(_keys, _values, max_size=3),
+    indent=st.none() | st.integers(0, 3),
+)
+def test_edits_of_many_members_at_once(members, removed, added, indent):
+    """The result decodes to what a dict would be after the same edits, and is stable."""
+    body = json.dumps(members, indent=indent).encode()
+    edits = [Remove((key,)) for key in removed] + [
+        Set((key,), json.dumps(value).encode()) for key, value in added.items()
+    ]
+
+    edited = edit_members(body, edits)
+
+    assert edited is not None
+    kept = {key: value for key, value in members.items() if key not in removed}
+    assert json.loads(edited) == {**kept, **added}
+    assert edit_members(edited, edits) is edited
+
+
+def test_elements_are_found():
+    """Spans leave out white space and commas; what is no array has none."""
+    array = b' [ 1.50 , "a,]" ,[2, 3],{} ] '
+    spans = element_spans(array)
+
+    assert spans is not None
+    assert [array[begin:end] for begin, end in spans] == [b"1.50", b'"a,]"', b"[2, 3]", b"{}"]
+    assert element_spans(b"[]") == []
+    assert element_spans(b"{}") is None
+    assert element_spans(b"[1") is None
+
+
+def test_last_value_of_a_key_is_taken():
+    """As most parsers do."""
+    assert top_level_value(b'{"a":1,"a": [2 ] }', "a") == b"[2 ]"
+    assert top_level_value(b'{"a":1}', "b") is None
+    assert top_level_value(b"[]", "b") is None
