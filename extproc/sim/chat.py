@@ -17,6 +17,7 @@ from extproc.sim.generation import (
     usage_wanted,
     whole_body,
 )
+from extproc.sim.kv_params import KvAnswer, KvTransferParams
 from extproc.sim.statistics import FinishReason
 from extproc.sim.tokens import tokenize_chat
 from extproc.sim.wire import SSE_DONE, sse
@@ -34,6 +35,7 @@ class ChatRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: list[Any] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class ChatFormat:
@@ -61,7 +63,7 @@ class ChatFormat:
         self._per_prompt = len(self.works)
         self._chunk_start = chunk_start(head, "chat.completion.chunk")
 
-    def whole(self, choices: Sequence[Choice]) -> bytes:
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: KvAnswer | None = None) -> bytes:
         """Return the response body."""
         listed: list[dict[str, Any]] = [
             {
@@ -83,7 +85,9 @@ class ChatFormat:
             }
             for choice in choices
         ]
-        return whole_body(self._head, "chat.completion", listed, self._usage(choices))
+        return whole_body(
+            self._head, "chat.completion", listed, self._usage(choices), kv_transfer_params
+        )
 
     def opening(self) -> bytes:
         """Return nothing: vLLM sends the role with the first token."""

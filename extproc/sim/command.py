@@ -12,6 +12,7 @@ import structlog
 
 from extproc.sim.config import SimConfig
 from extproc.sim.faults import Faults
+from extproc.sim.kv_config import Connector, KvConfig, Role, TransferMode
 from extproc.sim.step_model import HARDWARE
 
 CRASHED = 70
@@ -107,9 +108,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--health-status", type=int, default=faults.health_status, metavar="C", help="of /health"
     )
+    _add_kv_arguments(parser)
     parser.add_argument("--seed", type=int, default=config.seed, help="of the random faults")
     parser.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="warning"
+    )
+
+
+def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of prefill and decode; each default is that of ``KvConfig``."""
+    kv = KvConfig()
+    parser.add_argument(
+        "--role",
+        choices=[*Role],
+        default=kv.role,
+        help="half of a request that is computed here; both also takes whole ones",
+    )
+    parser.add_argument("--kv-connector", choices=[*Connector], default=kv.connector)
+    parser.add_argument(
+        "--kv-transfer-mode",
+        choices=[*TransferMode],
+        default=kv.transfer_mode,
+        help="of nixl: with push, decode may come before prefill is done",
+    )
+    parser.add_argument(
+        "--kv-transfer-mb-per-s",
+        type=float,
+        default=kv.transfer_mb_per_s,
+        metavar="MB",
+        help="speed of a transfer; 0 takes no time",
+    )
+    parser.add_argument(
+        "--kv-bytes-per-token", type=int, default=kv.bytes_per_token, metavar="BYTES"
+    )
+    parser.add_argument(
+        "--kv-hold-s",
+        type=float,
+        default=kv.hold_s,
+        metavar="SECONDS",
+        help="how long prefill keeps blocks that nobody pulls",
+    )
+    parser.add_argument(
+        "--kv-port", type=int, default=kv.port, help="side channel on loopback; 0 takes a free port"
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=int,
+        default=kv.bootstrap_port,
+        help="of mooncake, on loopback; 0 takes a free port",
+    )
+    parser.add_argument(
+        "--zmq-address",
+        metavar="HOST:PORT",
+        help="name of this worker in request ids of nccl (default: the side channel)",
+    )
+    parser.add_argument(
+        "--discovery-address",
+        metavar="HOST:PORT",
+        help="router to ping with nccl; needs pyzmq",
     )
 
 
@@ -157,6 +213,18 @@ def build_config(args: argparse.Namespace) -> SimConfig:
         ttft_ms=args.ttft_ms,
         record=args.record,
         seed=args.seed,
+        kv=KvConfig(
+            role=args.role,
+            connector=args.kv_connector,
+            transfer_mode=args.kv_transfer_mode,
+            transfer_mb_per_s=args.kv_transfer_mb_per_s,
+            bytes_per_token=args.kv_bytes_per_token,
+            hold_s=args.kv_hold_s,
+            port=args.kv_port,
+            bootstrap_port=args.bootstrap_port,
+            zmq_address=args.zmq_address,
+            discovery_address=args.discovery_address,
+        ),
         faults=Faults(
             fail_first_n=args.fail_first_n,
             status_code=args.status_code,

@@ -18,6 +18,7 @@ from extproc.sim.generation import (
     usage_wanted,
     whole_body,
 )
+from extproc.sim.kv_params import KvAnswer, KvTransferParams
 from extproc.sim.statistics import FinishReason
 from extproc.sim.wire import SSE_DONE, sse
 from extproc.sim.work import Answering, Choice, Usage, Work, check_length, plan_answer, usage_of
@@ -32,6 +33,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class CompletionFormat:
@@ -60,10 +62,12 @@ class CompletionFormat:
         self._usage_wanted = usage_wanted(request.stream_options)
         self._chunk_start = chunk_start(head, "text_completion")
 
-    def whole(self, choices: Sequence[Choice]) -> bytes:
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: KvAnswer | None = None) -> bytes:
         """Return the response body."""
         listed = [self._choice(choice, choice.text, choice.finish_reason) for choice in choices]
-        return whole_body(self._head, "text_completion", listed, self._usage(choices))
+        return whole_body(
+            self._head, "text_completion", listed, self._usage(choices), kv_transfer_params
+        )
 
     def opening(self) -> bytes:
         """Return nothing: the first event carries the first token."""

@@ -3,6 +3,7 @@
 import dataclasses
 
 from extproc.sim.faults import Faults
+from extproc.sim.kv_config import KvConfig
 from extproc.sim.served_models import parse_lora_module
 from extproc.sim.step_model import HARDWARE
 
@@ -75,6 +76,9 @@ class SimConfig:
 
     seed: int = 0
     """Of the random faults."""
+
+    kv: KvConfig = dataclasses.field(default_factory=KvConfig)
+    """Which half of a request is computed here, and how the KV gets to the other half."""
 
     faults: Faults = dataclasses.field(default_factory=Faults)
 

@@ -13,6 +13,10 @@ loses its blocks and returns to the head of the queue, to be computed again.
 Prompt blocks are registered in the prefix cache at admission, output blocks when they are full. A
 sequence that got its last token holds its blocks, and counts as running, until the next ``step``: that
 is the end of its own. An abort before that still counts as one.
+
+A prefill worker keeps the blocks of some sequences for another engine (``keep_kv``): they stay in use
+until ``take_kv`` hands them out. A decode worker computes only the last token of a prompt whose blocks
+came from elsewhere (``received_tokens``); a preemption loses them, and all is computed here.
 """
 
 import dataclasses
@@ -45,6 +49,12 @@ class EngineRequest:
 
     finish_reason: FinishReason = FinishReason.LENGTH
     """Why the sequence ends when it has its tokens."""
+
+    keep_kv: bool = False
+    """Whether the blocks outlive the sequence, until ``take_kv`` or ``drop_kv``."""
+
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from another engine."""
 
 
 class Event(NamedTuple):
@@ -134,6 +144,9 @@ class Engine:
         self._decoding: dict[int, _Sequence] = {}
         self._ended: dict[int, _Sequence] = {}
         self._held: dict[int, _Sequence] = {}
+        self._kept: dict[int, Allocation] = {}
+        self.receiving = 0
+        """Requests that wait for KV from another engine before they are added."""
 
     @property
     def paced(self) -> bool:
@@ -147,8 +160,8 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Requests not admitted yet, the preempted ones included."""
-        return len(self._waiting)
+        """Requests not admitted yet, the preempted ones and those whose KV is on its way included."""
+        return len(self._waiting) + self.receiving
 
     @property
     def kv_usage_ratio(self) -> float:
@@ -189,6 +202,23 @@ class Engine:
         self.statistics.finished[FinishReason.ABORT] += 1
         return True
 
+    def take_kv(self, request_id: int) -> Allocation | None:
+        """Hand out the blocks of a request that has ended; None when there are none of it.
+
+        Whoever takes them gives them back with ``cache.release``.
+        """
+        ended = self._ended.get(request_id)
+        if ended is None:
+            return self._kept.pop(request_id, None)
+        allocation, ended.allocation = ended.allocation, None
+        return allocation
+
+    def drop_kv(self, request_id: int) -> None:
+        """Free the blocks that were kept of a request and that nobody took."""
+        allocation = self._kept.pop(request_id, None)
+        if allocation is not None:
+            self.cache.release(allocation)
+
     def step(self, now: float) -> Step:
         """Plan the next batch; it starts at *now*, in seconds."""
         self._retire()
@@ -218,6 +248,8 @@ class Engine:
     def _retire(self) -> None:
         for request_id, sequence in self._ended.items():
             del self._held[request_id]
+            if sequence.request.keep_kv and sequence.allocation is not None:
+                self._kept[request_id], sequence.allocation = sequence.allocation, None
             self._release(sequence)
             self.statistics.finished[sequence.request.finish_reason] += 1
             self.statistics.e2e.observe((sequence.last_token_at or 0.0) - sequence.added_at)
@@ -288,12 +320,24 @@ class Engine:
         sequence.computed = sequence.allocation.cached_blocks * BLOCK_TOKENS
         if not sequence.admitted:
             sequence.admitted = True
+            self._account_prompt(sequence)
             sequence.cached_tokens = sequence.computed
-            self.statistics.prompt_tokens += sequence.request.prompt_tokens
             self.statistics.queue.observe(now - sequence.added_at)
             if self._pace is not None:
                 sequence.due = now + self._pace.ttft_s
         return sequence
+
+    def _account_prompt(self, sequence: _Sequence) -> None:
+        """Count the prompt of a sequence just admitted, and skip what was received of it."""
+        request, statistics = sequence.request, self.statistics
+        local, received = sequence.computed, max(request.received_tokens - sequence.computed, 0)
+        statistics.prompt_tokens += request.prompt_tokens
+        statistics.cached_prompt_tokens += local
+        statistics.received_prompt_tokens += received
+        if request.received_tokens:
+            statistics.external_queries += request.prompt_tokens - local
+        # the result of the last token is the first output
+        sequence.computed = max(local, min(request.received_tokens, request.prompt_tokens - 1))
 
     def _prefill(self, sequence: _Sequence, batch: _Batch) -> None:
         """Compute as much of the prompt as the budget allows; the last chunk yields a token."""

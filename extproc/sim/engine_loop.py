@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 import structlog
 
 from extproc.sim.engine import Engine, EngineRequest, Event
+from extproc.sim.prefix_cache import Allocation
 from extproc.sim.work import Choice, Work
 
 MAX_LAG_S = 0.1
@@ -123,6 +124,10 @@ class EngineLoop:
         self._speed = self._full_speed / factor
         self._wake.set()  # what is due next is due at another time
 
+    def real_s(self, engine_s: float) -> float:
+        """Return how long *engine_s* seconds of engine time take, in real seconds; 0 without waiting."""
+        return engine_s / self._speed if self._speed else 0.0
+
     def start(self) -> None:
         """Start the loop task."""
         self._task = asyncio.create_task(self._run(), name="engine loop")
@@ -135,13 +140,13 @@ class EngineLoop:
             await asyncio.wait([self._task])
             self._task = None
 
-    def submit(self, works: Iterable[Work]) -> Generation:
-        """Queue all *works* as one generation."""
+    def submit(self, works: Iterable[Work], *, arrived: float | None = None) -> Generation:
+        """Queue all *works* as one generation; they *arrived* at that engine time, None for now."""
         generation = Generation(works)
         if self._task is None or self._task.done():
             generation.fail()
             return generation
-        now = self.now()
+        now = self.now() if arrived is None else arrived
         for choice in generation.choices:
             request_id = next(self._ids)
             self.engine.add(
@@ -151,6 +156,8 @@ class EngineLoop:
                     max_tokens=len(choice.work.pieces),
                     block_hashes=choice.work.block_hashes,
                     finish_reason=choice.work.finish_reason,
+                    keep_kv=choice.work.keep_kv,
+                    received_tokens=choice.work.received_tokens,
                 ),
                 now,
             )
@@ -164,7 +171,21 @@ class EngineLoop:
         for request_id in generation.ids:
             if self._owners.pop(request_id, None) is not None:
                 self.engine.abort(request_id)
+            else:
+                self.engine.drop_kv(request_id)
         self._wake.set()  # freed blocks may admit the head of the queue
+
+    def take_kv(self, generation: Generation) -> Allocation:
+        """Hand out the blocks kept of *generation*, one sequence that has ended."""
+        allocation = self.engine.take_kv(generation.ids[0])
+        if allocation is None:
+            raise EngineStoppedError("the blocks of the request were not kept")
+        return allocation
+
+    def release(self, allocation: Allocation) -> None:
+        """Give back blocks that were taken."""
+        self.engine.cache.release(allocation)
+        self._wake.set()  # they may admit the head of the queue
 
     async def _run(self) -> None:
         free_at = self.now()

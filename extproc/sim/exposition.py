@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from extproc.sim.engine import Engine
 from extproc.sim.prefix_cache import BLOCK_TOKENS
-from extproc.sim.statistics import Histogram
+from extproc.sim.statistics import Histogram, bucket_counts
 
 LABELS = ("engine", "model_name")
 
@@ -121,7 +121,7 @@ class EngineCollector(Collector):
             family = HistogramMetricFamily(f"vllm:{name}", f"{text} In seconds.", labels=LABELS)
             for labels, engine in series:
                 histogram = read(engine)
-                family.add_metric(labels, _buckets(histogram), histogram.total)
+                family.add_metric(labels, bucket_counts(histogram), histogram.total)
             yield family
 
     def _cache_config(self) -> Metric:
@@ -139,19 +139,22 @@ class EngineCollector(Collector):
 
 
 class Exposition:
-    """Renders the metrics of the engines as Prometheus text."""
+    """Renders the metrics of the engines, and of *more*, as Prometheus text."""
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, engines: Mapping[str, Engine], *, model_name: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        engines: Mapping[str, Engine],
+        *,
+        model_name: Callable[[], str],
+        more: Iterable[Collector] = (),
+    ) -> None:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(EngineCollector(engines, model_name))
+        for collector in more:
+            self._registry.register(collector)
 
     def render(self) -> bytes:
         """Return the current figures."""
         return generate_latest(self._registry)
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    bounds = [*map(str, histogram.bounds), "+Inf"]
-    return list(zip(bounds, histogram.cumulative(), strict=True))

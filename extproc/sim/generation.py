@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import msgspec
 
 from extproc.sim.api_errors import invalid
+from extproc.sim.kv_params import KvAnswer
 from extproc.sim.statistics import FinishReason
 from extproc.sim.tokens import tokenize
 from extproc.sim.wire import sse
@@ -34,6 +35,8 @@ class Head:
     created: int
     """Unix time, in whole seconds."""
     model: str
+    request_id: str
+    """The caller's id, or one made here."""
 
 
 class Format(Protocol):
@@ -49,6 +52,9 @@ class Format(Protocol):
 
 class StreamFormat(Format, Protocol):
     """Also writes the answer as server-sent events, token by token."""
+
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: KvAnswer | None = None) -> bytes:
+        """Return the response body, with what another worker needs to go on."""
 
     @property
     def stream(self) -> bool:
@@ -138,7 +144,13 @@ def usage_chunk(start: bytes, usage: Usage) -> bytes:
     return sse(start + b'[],"usage":' + msgspec.json.encode(_usage_json(usage)) + b"}")
 
 
-def whole_body(head: Head, kind: str, choices: list[dict[str, Any]], usage: Usage) -> bytes:
+def whole_body(
+    head: Head,
+    kind: str,
+    choices: list[dict[str, Any]],
+    usage: Usage,
+    kv_transfer_params: KvAnswer | None = None,
+) -> bytes:
     """Return a response body of object type *kind*."""
     return msgspec.json.encode(
         {
@@ -151,6 +163,6 @@ def whole_body(head: Head, kind: str, choices: list[dict[str, Any]], usage: Usag
             "system_fingerprint": None,
             "usage": _usage_json(usage),
             "prompt_logprobs": None,
-            "kv_transfer_params": None,
+            "kv_transfer_params": kv_transfer_params,
         }
     )

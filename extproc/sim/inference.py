@@ -1,9 +1,10 @@
 """The routes that make the engine work: chat, completions, responses, embeddings, rerank."""
 
 import contextlib
+import dataclasses
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from aiohttp import web
 
@@ -13,11 +14,13 @@ from extproc.sim.engine_loop import Generation
 from extproc.sim.exchange import Exchange, Replies, Route, Routes, parse_json
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.generation import Format, Head, StreamFormat
+from extproc.sim.kv_connector import DecodeLeg, KvConnector, PrefillLeg
+from extproc.sim.kv_params import KvTransferParams
 from extproc.sim.pooling import EmbeddingFormat, EmbeddingRequest, RerankFormat, RerankRequest
-from extproc.sim.ranks import Ranks
+from extproc.sim.ranks import Rank, Ranks
 from extproc.sim.responses_api import ResponsesFormat, ResponsesRequest
 from extproc.sim.served_models import ServedModels
-from extproc.sim.work import Answering, of_adapter
+from extproc.sim.work import Answering, Work, of_adapter
 
 
 class Inference:
@@ -30,12 +33,15 @@ class Inference:
         ranks: Ranks,
         faults: FaultSwitch,
         replies: Replies,
+        *,
+        kv: KvConnector,
     ) -> None:
         self._answering = answering
         self._models = models
         self._ranks = ranks
         self._faults = faults
         self._replies = replies
+        self._kv = kv
 
     def routes(self) -> Routes:
         """Return the routes."""
@@ -56,19 +62,19 @@ class Inference:
         asked = parse_json(exchange, ChatRequest)
         head = self._head(exchange, "chatcmpl-", asked.model)
         answer = ChatFormat(asked, head, self._answering)
-        return await self._reply_or_stream(exchange, head, answer)
+        return await self._reply_or_stream(exchange, head, answer, asked.kv_transfer_params)
 
     async def _completions(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, CompletionRequest)
         head = self._head(exchange, "cmpl-", asked.model)
         answer = CompletionFormat(asked, head, self._answering)
-        return await self._reply_or_stream(exchange, head, answer)
+        return await self._reply_or_stream(exchange, head, answer, asked.kv_transfer_params)
 
     async def _responses(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, ResponsesRequest)
         head = self._head(exchange, "resp_", asked.model)
         answer = ResponsesFormat(asked, head, self._answering)
-        return await self._reply_or_stream(exchange, head, answer)
+        return await self._reply_or_stream(exchange, head, answer, asked.kv_transfer_params)
 
     async def _embeddings(self, exchange: Exchange) -> web.StreamResponse:
         asked = parse_json(exchange, EmbeddingRequest)
@@ -84,16 +90,24 @@ class Inference:
         served = self._models.resolve(model)
         # vLLM makes the caller's request id part of the response's id
         request_id = exchange.request.headers.get("X-Request-Id") or uuid.uuid4().hex
-        return Head(id=id_prefix + request_id, created=int(time.time()), model=served)
+        return Head(
+            id=id_prefix + request_id,
+            created=int(time.time()),
+            model=served,
+            request_id=request_id,
+        )
+
+    def _works(self, head: Head, answer: Format) -> Sequence[Work]:
+        if self._models.is_adapter(head.model):
+            return [of_adapter(work, head.model) for work in answer.works]
+        return answer.works
 
     @contextlib.contextmanager
-    def _generating(self, exchange: Exchange, head: Head, answer: Format) -> Iterator[Generation]:
-        """Let a rank compute *answer*; what is left of it at the end of the block is aborted."""
-        works = answer.works
-        if self._models.is_adapter(head.model):
-            works = [of_adapter(work, head.model) for work in works]
-        rank = self._ranks.choose(exchange)
-        generation = rank.submit(works)
+    def _generating(
+        self, rank: Rank, works: Sequence[Work], *, arrived: float | None = None
+    ) -> Iterator[Generation]:
+        """Let *rank* compute *works*; what is left of them at the end of the block is aborted."""
+        generation = rank.submit(works, arrived=arrived)
         try:
             yield generation
         finally:
@@ -101,17 +115,34 @@ class Inference:
             rank.engine_loop.abort(generation)
 
     async def _reply(self, exchange: Exchange, head: Head, answer: Format) -> web.StreamResponse:
-        with self._generating(exchange, head, answer) as generation:
+        works, rank = self._works(head, answer), self._ranks.choose(exchange)
+        with self._generating(rank, works) as generation:
             await generation.finished()
         return self._replies.json(answer.whole(generation.choices))
 
     async def _reply_or_stream(
-        self, exchange: Exchange, head: Head, answer: StreamFormat
+        self,
+        exchange: Exchange,
+        head: Head,
+        answer: StreamFormat,
+        params: KvTransferParams | None,
     ) -> web.StreamResponse:
-        if not answer.stream:
-            return await self._reply(exchange, head, answer)
-        with self._generating(exchange, head, answer) as generation:
-            return await self._stream(exchange, answer, generation)
+        works, rank = self._works(head, answer), self._ranks.choose(exchange)
+        leg = self._kv.leg(
+            params, works, request_id=head.request_id, answer_id=head.id, stream=answer.stream
+        )
+        arrived, kept = rank.engine_loop.now(), None
+        if isinstance(leg, DecodeLeg):
+            works = await self._kv.receive(leg, rank, works)
+        elif isinstance(leg, PrefillLeg):
+            works = [dataclasses.replace(work, keep_kv=True) for work in works]
+        with self._generating(rank, works, arrived=arrived) as generation:
+            if answer.stream:
+                return await self._stream(exchange, answer, generation)
+            await generation.finished()
+            if isinstance(leg, PrefillLeg):
+                kept = self._kv.keep(leg, rank, generation)
+        return self._replies.json(answer.whole(generation.choices, kept))
 
     async def _stream(
         self, exchange: Exchange, answer: StreamFormat, generation: Generation

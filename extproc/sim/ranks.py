@@ -31,10 +31,10 @@ class Rank:
         """The engine that the loop drives."""
         return self.engine_loop.engine
 
-    def submit(self, works: Iterable[Work]) -> Generation:
-        """Compute *works*, the sequences of one request."""
+    def submit(self, works: Iterable[Work], *, arrived: float | None = None) -> Generation:
+        """Compute *works*, the sequences of one request that *arrived* at that engine time."""
         self.served += 1
-        return self.engine_loop.submit(works)
+        return self.engine_loop.submit(works, arrived=arrived)
 
 
 class Ranks:

@@ -7,6 +7,7 @@ import msgspec
 
 from extproc.sim.api_errors import invalid
 from extproc.sim.generation import DEFAULT_MAX_TOKENS, Head
+from extproc.sim.kv_params import KvAnswer, KvTransferParams
 from extproc.sim.statistics import FinishReason
 from extproc.sim.tokens import tokenize_chat
 from extproc.sim.wire import sse
@@ -23,6 +24,7 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     tools: list[Any] | None = None
     metadata: dict[str, str] | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class ResponsesFormat:
@@ -47,9 +49,12 @@ class ResponsesFormat:
         self._item_id = head.id.replace("resp_", "msg_", 1)
         self._sequence = 0
 
-    def whole(self, choices: Sequence[Choice]) -> bytes:
+    def whole(self, choices: Sequence[Choice], kv_transfer_params: KvAnswer | None = None) -> bytes:
         """Return the response body."""
-        return msgspec.json.encode(self._response(choices))
+        response = self._response(choices)
+        if kv_transfer_params is not None:
+            response["kv_transfer_params"] = kv_transfer_params
+        return msgspec.json.encode(response)
 
     def opening(self) -> bytes:
         """Return the events up to the start of the text."""

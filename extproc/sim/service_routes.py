@@ -14,6 +14,8 @@ from extproc.sim.exposition import Exposition
 from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.gate import Gate
 from extproc.sim.generation import token_ids
+from extproc.sim.kv_connector import KvConnector
+from extproc.sim.kv_exposition import KvCollector
 from extproc.sim.ranks import Ranks
 from extproc.sim.served_models import ServedModels
 from extproc.sim.server_info import VERSION, describe
@@ -47,6 +49,7 @@ class ServiceRoutes:
         *,
         models: ServedModels,
         ranks: Ranks,
+        kv: KvConnector,
         gate: Gate,
         max_model_len: int,
         load: Callable[[], int],
@@ -60,7 +63,8 @@ class ServiceRoutes:
         self._max_model_len = max_model_len
         self._load = load
         engines = {str(rank.number): rank.engine for rank in ranks}
-        self._exposition = Exposition(engines, model_name=lambda: models.bases[0])
+        transfers = KvCollector(kv, ranks, model_name=lambda: models.bases[0])
+        self._exposition = Exposition(engines, model_name=lambda: models.bases[0], more=[transfers])
         self.prefix_cache_resets = 0
         """Requests to ``/reset_prefix_cache`` so far."""
 

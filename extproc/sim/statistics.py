@@ -19,6 +19,10 @@ REQUEST_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 
+# vLLM's of its NIXL connector
+TRANSFER_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)
+TRANSFER_BUCKETS_BYTES = tuple(float(2 << exponent) for exponent in range(11, 35, 2))
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the values are vLLM's label values."""
@@ -52,6 +56,12 @@ class Statistics:
     """Counters and histograms since the engine was made; times in seconds of engine time."""
 
     prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    """Of these, the ones found in the engine's own cache."""
+    received_prompt_tokens: int = 0
+    """Of these, the ones whose KV came from another engine."""
+    external_queries: int = 0
+    """Prompt tokens that were asked of another engine."""
     generation_tokens: int = 0
     preemptions: int = 0
     finished: dict[FinishReason, int] = dataclasses.field(
@@ -61,3 +71,20 @@ class Statistics:
     itl: Histogram = dataclasses.field(default_factory=lambda: Histogram(ITL_BUCKETS_S))
     e2e: Histogram = dataclasses.field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
     queue: Histogram = dataclasses.field(default_factory=lambda: Histogram(REQUEST_BUCKETS_S))
+
+
+@dataclasses.dataclass(slots=True)
+class KvStatistics:
+    """What one rank received from other workers; times in seconds of engine time."""
+
+    failed_transfers: int = 0
+    transferred_bytes: Histogram = dataclasses.field(
+        default_factory=lambda: Histogram(TRANSFER_BUCKETS_BYTES)
+    )
+    transfer_s: Histogram = dataclasses.field(default_factory=lambda: Histogram(TRANSFER_BUCKETS_S))
+
+
+def bucket_counts(histogram: Histogram) -> list[tuple[str, float]]:
+    """Return bound and running sum of each bucket, as Prometheus wants them."""
+    bounds = [*map(str, histogram.bounds), "+Inf"]
+    return list(zip(bounds, histogram.cumulative(), strict=True))

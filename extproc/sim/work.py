@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from extproc.sim.answers import answer_pieces, answer_tokens, seed_of
 from extproc.sim.api_errors import invalid
-from extproc.sim.prefix_cache import chain_hashes
+from extproc.sim.prefix_cache import BLOCK_TOKENS, chain_hashes
 from extproc.sim.statistics import FinishReason
 
 
@@ -29,6 +29,16 @@ class Work:
     pieces: Sequence[str] = ()
     """The answer, one piece per token; empty for a request that is prefill only."""
     finish_reason: FinishReason = FinishReason.STOP
+    keep_kv: bool = False
+    """Whether the blocks of the prompt are kept for another engine."""
+    received_tokens: int = 0
+    """Prompt tokens whose KV came from another engine."""
+
+    @property
+    def prompt_key(self) -> int:
+        """Hash of the full blocks of the prompt: the same for the same prompt on every worker."""
+        full = self.prompt_tokens // BLOCK_TOKENS
+        return self.block_hashes[full - 1] if full else 0
 
 
 @dataclasses.dataclass(slots=True)

@@ -15,6 +15,7 @@ from extproc.sim.fault_switch import FaultSwitch
 from extproc.sim.faults import Faults
 from extproc.sim.gate import Gate
 from extproc.sim.inference import Inference
+from extproc.sim.kv_connector import KvConnector
 from extproc.sim.model_routes import ModelRoutes
 from extproc.sim.pace import Pace
 from extproc.sim.prefix_cache import BLOCK_TOKENS
@@ -53,6 +54,7 @@ class SimWorker:
             ],
             start=config.data_parallel_start_rank,
         )
+        self.kv = KvConnector(config.kv, self.ranks)
         self.recorder = Recorder(config.record)
         self.crashed = asyncio.Event()
         """Set when a fault made the worker die."""
@@ -98,11 +100,19 @@ class SimWorker:
         return self._faults.faults
 
     async def start(self) -> None:
-        """Serve; OSError when the address cannot be had, ValueError when the certificate cannot."""
+        """Serve; OSError when the address cannot be had, ValueError for what else cannot."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _start(self) -> None:
         config, loop = self.config, asyncio.get_running_loop()
         tls = None
         if config.ssl_certfile is not None:
             tls = server_context(config.ssl_certfile, config.ssl_keyfile)
+        await self.kv.start()
         self._http = web.Server(
             self._dispatcher.handle,
             handler_cancellation=True,  # a client that goes away frees its sequences at once
@@ -123,6 +133,7 @@ class SimWorker:
         )
         self._port = self._listener.sockets[0].getsockname()[1]
         self.ranks.start()
+        self.kv.ping(f"{config.host}:{self._port}")
         if self._gate.loading:
             self._loaded = loop.call_later(config.startup_delay_s, self._finish_loading)
 
@@ -136,12 +147,15 @@ class SimWorker:
             self._http.pre_shutdown()
             await self._http.shutdown(STOP_S)
             self._http = None
+        self.kv.close()
+        await self.kv.bootstrap.stop()
         await self.ranks.stop()
 
     def crash(self) -> None:
         """Die at once: reset every connection and refuse new ones. ``stop`` is still needed."""
         self._dispatcher.stopping = True
         self._close_listener()
+        self.kv.close()
         if self._http is not None:
             for connection in self._http.connections:
                 if connection.transport is not None:
@@ -192,6 +206,9 @@ class SimWorker:
             "requests_active": self._dispatcher.active,
             "ranks": {str(rank.number): rank.served for rank in self.ranks},
             "prefix_cache_resets": self._service.prefix_cache_resets,
+            "role": self.config.kv.role,
+            "kv_transfers_held": len(self.kv.kept),
+            "kv_mismatches": self.kv.mismatches,
             "probes": dict(self._dispatcher.probes),
         }
 
@@ -200,7 +217,7 @@ class SimWorker:
         faults, replies, dispatcher = self._faults, self._replies, self._dispatcher
         max_model_len = min(config.max_model_len, self.engine.cache.capacity_blocks * BLOCK_TOKENS)
         answering = Answering(worker_name=config.name, max_model_len=max_model_len)
-        inference = Inference(answering, models, ranks, faults, replies)
+        inference = Inference(answering, models, ranks, faults, replies, kv=self.kv)
         listing = ModelRoutes(models, faults, replies, max_model_len=max_model_len)
         service = ServiceRoutes(
             config,
@@ -208,6 +225,7 @@ class SimWorker:
             replies,
             models=models,
             ranks=ranks,
+            kv=self.kv,
             gate=self._gate,
             max_model_len=max_model_len,
             load=lambda: dispatcher.active,

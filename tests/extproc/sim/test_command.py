@@ -13,6 +13,7 @@ import structlog
 from extproc.sim.command import CRASHED, add_arguments, build_config, run
 from extproc.sim.config import SimConfig
 from extproc.sim.faults import Faults
+from extproc.sim.kv_config import KvConfig
 
 PROGRAM = (
     "import argparse, sys; from extproc.sim.command import add_arguments, run; "
@@ -64,6 +65,9 @@ def test_flags_become_settings():
         "--crash-on-request 16 --stall-after 17 --reset-after 18 --health-status 519 --slowdown 1.5 "
         "--retry-after 23 "
         "--lora-modules x y=/p --lora-modules z --root-path /r --ssl-certfile c.pem --ssl-keyfile k.pem "
+        "--role prefill --kv-connector nccl --kv-transfer-mode pull --kv-transfer-mb-per-s 24 "
+        "--kv-bytes-per-token 25 --kv-hold-s 26 --kv-port 27 --bootstrap-port 28 "
+        "--zmq-address a:29 --discovery-address b:30 "
         "--api-key secret --startup-delay 20 --data-parallel-size 21 --data-parallel-start-rank 22"
     )
 
@@ -90,6 +94,18 @@ def test_flags_become_settings():
         ttft_ms=10,
         record=11,
         seed=12,
+        kv=KvConfig(
+            role="prefill",
+            connector="nccl",
+            transfer_mode="pull",
+            transfer_mb_per_s=24,
+            bytes_per_token=25,
+            hold_s=26,
+            port=27,
+            bootstrap_port=28,
+            zmq_address="a:29",
+            discovery_address="b:30",
+        ),
         faults=Faults(
             fail_first_n=13,
             status_code=514,
@@ -120,6 +136,23 @@ def test_flags_become_settings():
         (["--root-path", "x"], "root_path must start with / and not end so, got 'x'"),
         (["--root-path", "/x/"], "root_path must start with / and not end so, got '/x/'"),
         (["--ssl-keyfile", "k"], "ssl_keyfile needs ssl_certfile"),
+        (["--kv-hold-s", "0"], "kv hold_s must be > 0, got 0.0"),
+        (["--kv-port", "65536"], "kv port must be 0 to 65535, got 65536"),
+        (["--kv-bytes-per-token", "0"], "kv bytes_per_token must be >= 1, got 0"),
+        (["--kv-transfer-mb-per-s", "-1"], "kv transfer_mb_per_s must be >= 0, got -1.0"),
+        (["--zmq-address", "a:1"], "zmq_address needs the connector nccl"),
+        (
+            ["--kv-connector", "nccl", "--zmq-address", "a"],
+            "zmq_address must be host:port, got 'a'",
+        ),
+        (
+            ["--kv-connector", "nccl", "--discovery-address", "a:1"],
+            "discovery_address needs the role prefill or decode",
+        ),
+        (
+            ["--kv-connector", "mooncake", "--kv-transfer-mode", "push"],
+            "kv transfer_mode push needs the connector nixl",
+        ),
         (["--api-key", ""], "api_key must not be empty"),
         (
             ["--lora-modules", "sim-model"],
@@ -141,6 +174,8 @@ def test_unknown_hardware_and_no_model_are_refused():
     """The configuration checks itself, whoever makes it."""
     with pytest.raises(ValueError, match="hardware 'tpu' is not known; known: h100, h200"):
         SimConfig(hardware="tpu")
+    with pytest.raises(ValueError, match="kv role 'x' is not known; known: prefill, decode, both"):
+        KvConfig(role="x")
     with pytest.raises(ValueError, match="at least one model"):
         SimConfig(models=())
 
