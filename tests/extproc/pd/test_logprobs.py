@@ -202,3 +202,11 @@ def test_long_prompts_take_linear_time():
 
     assert time.process_time() - start < 3
     assert len(merged["choices"][0]["logprobs"]["tokens"]) == count
+
+
+def test_lists_that_one_side_lacks_stay():
+    """Only what both have is joined."""
+    prefill = b'{"choices":[{"logprobs":{"tokens":["a","z"],"text_offset":null}}]}'
+    decode = b'{"choices":[{"logprobs":{"tokens":["d"],"text_offset":[0],"token_logprobs":[1]}}]}'
+
+    assert merge(prefill, decode, Wanted(echo=True)) == decode.replace(b'["d"]', b'["a","d"]')
