@@ -1,11 +1,13 @@
 """Mooncake's bootstrap server: which engines a prefill worker has and where their side channels are."""
 
+import asyncio
 from collections.abc import Mapping
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
+from extproc.sim.exchange import reset
 from extproc.sim.kept_transfers import MismatchError
 from extproc.sim.kv_params import split_address
 from extproc.sim.side_channel import ANSWER_S, HOST, TransferFailedError
@@ -26,7 +28,8 @@ class Bootstrap:
         self.port = 0
         """The port in use, once started."""
         self._answer = b"{}"
-        self._runner: web.ServerRunner | None = None
+        self._http: web.Server | None = None
+        self._listener: asyncio.Server | None = None
 
     async def start(self, port: int, *, engine_ids: Mapping[int, str], side_port: int) -> None:
         """Listen; OSError when the port cannot be had.
@@ -41,17 +44,19 @@ class Bootstrap:
         self._answer = msgspec.json.encode(
             {str(rank): EngineEntry(engine_id, address) for rank, engine_id in engine_ids.items()}
         )
-        self._runner = web.ServerRunner(web.Server(self._handle, access_log=None))
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, HOST, port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._http = web.Server(self._handle, access_log=None)
+        self._listener = await asyncio.get_running_loop().create_server(self._http, HOST, port)
+        self.port = self._listener.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
-        """Stop listening. A second call does nothing."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = None
+    def close(self) -> None:
+        """Stop at once; connections are reset. A second call does nothing."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._http is not None:
+            for connection in self._http.connections:
+                if connection.transport is not None:
+                    reset(connection.transport)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if (request.method, request.path) != ("GET", "/query"):

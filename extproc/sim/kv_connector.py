@@ -120,6 +120,7 @@ class KvConnector:
         if self._ping is not None:
             self._ping.close()
             self._ping = None
+        self.bootstrap.close()
         self.side_channel.close()
         self.kept.clear()
 

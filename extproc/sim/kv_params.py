@@ -40,19 +40,22 @@ class NcclAddresses(NamedTuple):
     decode: str
 
 
+ID_LIMIT = 1024
+"""Longest request id of P2P-NCCL that is read; two host names fit."""
+
 _NCCL_ID = re.compile(r"___prefill_addr_(\S+:\d+)___decode_addr_(\S+:\d+)_[0-9a-f]{32}")
 
 
 def parse_nccl_id(request_id: str) -> NcclAddresses | None:
     """Return the addresses in *request_id*, None when it has no such form."""
-    found = _NCCL_ID.fullmatch(request_id)
+    found = _NCCL_ID.fullmatch(request_id) if len(request_id) <= ID_LIMIT else None
     return None if found is None else NcclAddresses(found[1], found[2])
 
 
 def split_address(address: str) -> tuple[str, int] | None:
     """Return host and port of ``host:port`` (``[host]:port`` for IPv6), None when it is not that."""
-    host, colon, port = address.rpartition(":")
+    host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 0xFFFF:
+    if not host or re.fullmatch("[0-9]{1,5}", port) is None or int(port) > 0xFFFF:
         return None
     return host, int(port)

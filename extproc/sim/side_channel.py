@@ -1,6 +1,7 @@
 """Both ends of the side channel over which a decode worker gets KV; the wire is in ``kv_wire``."""
 
 import asyncio
+from typing import cast
 
 import structlog
 
@@ -69,8 +70,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin."""
-        assert isinstance(transport, asyncio.Transport)  # noqa: S101
-        self._transport = transport
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass of it
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -162,7 +162,7 @@ async def pull_blocks(
             _check(await read_answer(reader))
     except TimeoutError as error:
         raise TransferFailedError(f"no answer from {host}:{port} in time") from error
-    except (OSError, asyncio.IncompleteReadError, WireError, UnicodeError, OverflowError) as error:
+    except (OSError, EOFError, WireError, ValueError, OverflowError) as error:
         raise TransferFailedError(f"{host}:{port}: {error}") from error
     finally:
         if writer is not None:

@@ -89,10 +89,13 @@ class SimWorker:
     @property
     def url(self) -> str:
         """Where the worker answers, its base path included, without a slash at the end."""
-        config = self.config
-        scheme = "http" if config.ssl_certfile is None else "https"
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        return f"{scheme}://{host}:{self._port}{config.root_path}"
+        scheme = "http" if self.config.ssl_certfile is None else "https"
+        return f"{scheme}://{self._address}{self.config.root_path}"
+
+    @property
+    def _address(self) -> str:
+        host = self.config.host
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
 
     @property
     def faults(self) -> Faults:
@@ -133,7 +136,7 @@ class SimWorker:
         )
         self._port = self._listener.sockets[0].getsockname()[1]
         self.ranks.start()
-        self.kv.ping(f"{config.host}:{self._port}")
+        self.kv.ping(self._address)
         if self._gate.loading:
             self._loaded = loop.call_later(config.startup_delay_s, self._finish_loading)
 
@@ -148,7 +151,6 @@ class SimWorker:
             await self._http.shutdown(STOP_S)
             self._http = None
         self.kv.close()
-        await self.kv.bootstrap.stop()
         await self.ranks.stop()
 
     def crash(self) -> None:

@@ -256,3 +256,42 @@ async def test_the_line_says_https_and_the_base_path(http, chat_body, certificat
             with pytest.raises((aiohttp.ClientPayloadError, aiohttp.ClientOSError)):
                 await stream.read()
     assert (child.returncode, output, errors) == (0, b"", b"")
+
+
+@pytest.mark.slow
+async def test_two_processes_hand_kv_over(http):
+    """Each in its role; both end cleanly with blocks still kept."""
+    ask = {"prompt": "x" * 200, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    flags = ("--speed", "0", "--role")
+    async with (
+        process(*flags, "prefill") as (first, first_line),
+        process(*flags, "decode") as (second, second_line),
+    ):
+        prefill, decode = (
+            line.split()[-1] + "/v1/completions" for line in (first_line, second_line)
+        )
+        for _ in range(2):
+            params = (await (await http.post(prefill, json=ask)).json())["kv_transfer_params"]
+
+        answer = await http.post(
+            decode, json={"prompt": "x" * 200, "max_tokens": 9, "kv_transfer_params": params}
+        )
+
+        assert answer.status == 200
+        for child in (first, second):
+            child.terminate()
+            output, errors = await asyncio.wait_for(child.communicate(), 10)
+            assert (child.returncode, output, errors) == (0, b"", b"")
+
+
+@pytest.mark.slow
+async def test_a_side_channel_port_in_use_is_one_line_and_exit_1(worker):
+    """The line names it."""
+    async with process("--kv-port", str(worker.port)) as (child, line):
+        assert line == ""
+        _, errors = await asyncio.wait_for(child.communicate(), 10)
+
+    assert child.returncode == 1
+    assert errors.decode() == (
+        f"sim-worker: cannot listen on 127.0.0.1:{worker.port} (kv port): Address already in use\n"
+    )

@@ -320,3 +320,83 @@ def test_any_history_ends_in_order_and_leaks_no_block(
     finished = run.engine.statistics.finished
     assert finished[FinishReason.ABORT] == aborts
     assert sum(finished.values()) == len(wanted)
+
+
+def test_kept_blocks_stay_in_use_until_they_are_taken_and_released():
+    """The sequence itself has ended."""
+    run = Run(Engine(H100, kv_blocks=10))
+    run.engine.add(request(1, max_tokens=1, keep_kv=True), 0.0)
+    run.drain()
+    assert (run.engine.running, run.engine.cache.free_blocks) == (0, 8)
+
+    allocation = run.engine.take_kv(1)
+
+    assert run.engine.take_kv(1) is None
+    assert run.engine.cache.free_blocks == 8
+    run.engine.cache.release(allocation)
+    assert run.engine.cache.free_blocks == 10
+
+
+def test_kept_blocks_can_be_taken_before_the_next_step():
+    """The last token is there, the sequence counts as running until then."""
+    run = Run(Engine(H100, kv_blocks=10))
+    run.engine.add(request(1, max_tokens=1, keep_kv=True), 0.0)
+    run.step()
+
+    allocation = run.engine.take_kv(1)
+    run.drain()
+
+    assert run.engine.cache.free_blocks == 8
+    run.engine.cache.release(allocation)
+    assert run.engine.cache.free_blocks == 10
+
+
+def test_kept_blocks_can_be_dropped_and_an_abort_keeps_none():
+    """Whether or not the prefill is done."""
+    run = Run(Engine(H100, kv_blocks=10))
+    run.engine.add(request(1, max_tokens=1, keep_kv=True), 0.0)
+    run.drain()
+    run.engine.add(request(2, prompt=range(100, 120), keep_kv=True), run.now)
+    run.step()
+
+    run.engine.abort(2)
+    run.engine.drop_kv(1)
+    run.engine.drop_kv(1)
+
+    assert run.engine.cache.free_blocks == 10
+
+
+def test_a_received_prompt_costs_one_token():
+    """It is cached but for the last token; what the engine had itself is not counted as received."""
+    prompt = range(4000)
+    computed, received = Run(Engine(H100)), Run(Engine(H100))
+    computed.engine.add(request(1, prompt=prompt), 0.0)
+    received.engine.add(request(1, prompt=prompt, received_tokens=4000), 0.0)
+    computed.drain()
+    received.drain()
+
+    assert received.times(1)[0] < computed.times(1)[0] / 5
+    assert [event.cached_tokens for _, event in received.log] == [3999] * 3
+    counts = received.engine.statistics
+    assert (counts.prompt_tokens, counts.received_prompt_tokens) == (4000, 4000)
+
+    received.engine.add(request(2, prompt=prompt, received_tokens=4000), received.now)
+    received.drain()
+    assert counts.cached_prompt_tokens == 3984
+    assert counts.received_prompt_tokens == 4000 + 16
+    assert counts.external_queries == 4000 + 16
+
+
+def test_a_preempted_sequence_computes_what_it_had_received():
+    """Its blocks are gone; it comes to its end all the same."""
+    run = Run(Engine(H100, kv_blocks=4))
+    for number in (1, 2):
+        prompt = range(100 * number, 100 * number + 30)
+        run.engine.add(request(number, prompt=prompt, max_tokens=20, received_tokens=30), 0.0)
+
+    run.drain()
+
+    assert run.engine.statistics.preemptions > 0
+    assert sum(event.tokens for _, event in run.log) == 40
+    assert run.engine.statistics.received_prompt_tokens == 60
+    assert run.engine.cache.free_blocks == 4

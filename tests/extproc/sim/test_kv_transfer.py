@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -156,6 +157,7 @@ async def test_chat_and_responses_hand_over_too(pair, http, path, body, one):
         ({"remote_engine_id": None}, "remote_engine_id is missing"),
         ({"remote_request_id": "cmpl-x"}, "request id 'cmpl-x' has no blocks here"),
         ({"remote_block_ids": [[1, 2]]}, "not [[1, 2]]"),
+        ({"remote_block_ids": [[1 << 70]]}, "not [[1180591620717411303424]]"),
         ({"remote_block_ids": None}, "remote_block_ids is missing"),
         ({"remote_num_tokens": 3}, "remote_num_tokens is 3, but the prompt has"),
         ({"tp_size": 2}, "tp_size is 1 here, not 2"),
@@ -322,6 +324,49 @@ async def test_a_prefill_worker_that_is_gone_fails_the_transfer(pair, post, metr
     assert document["error"]["message"].startswith("KV transfer failed: 127.0.0.1:")
     assert await metrics(second, "vllm:nixl_num_failed_transfers_total") == 1
     assert second.kv.mismatches == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"remote_host": "a\0b"},
+        {"remote_host": "x" * 70},
+        {"remote_port": 70_000},
+        {"remote_port": -1},
+    ],
+)
+async def test_an_impossible_address_fails_the_transfer(pair, post, change):
+    """Without a traceback."""
+    first, second = await pair()
+    params = await prefill(post, first)
+
+    status, document = await post(second, {**params, **change})
+
+    assert (status, document["error"]["message"][:18]) == (500, "KV transfer failed"), document
+
+
+async def test_a_prefill_worker_that_answers_nonsense_fails_the_transfer(pair, post):
+    """And one that hangs up in the middle."""
+    _, second = await pair()
+    for answer in (b"HTTP/1.1 400 Bad Request\r\n\r\n", (3).to_bytes(4, "big") + b"[]]", b"\0"):
+
+        async def serve(reader, writer, answer=answer):
+            await reader.read(1)
+            writer.write(answer)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            params = {
+                "do_remote_prefill": True,
+                "remote_engine_id": "e",
+                "remote_request_id": "r",
+                "remote_block_ids": [[1]],
+                "remote_host": "127.0.0.1",
+                "remote_port": server.sockets[0].getsockname()[1],
+            }
+            status, document = await post(second, params)
+
+        assert (status, document["error"]["message"][:18]) == (500, "KV transfer failed")
 
 
 async def test_a_restarted_prefill_worker_is_another_engine(pair, start_worker, post):
@@ -556,3 +601,23 @@ async def test_pings_need_pyzmq(start_worker, monkeypatch):
         await start_worker(
             kv=KvConfig(role="decode", connector="nccl", discovery_address="127.0.0.1:1")
         )
+
+
+async def test_pings_say_where_the_worker_is(start_worker):
+    """One message at once, as vLLM's P2P-NCCL connector sends it."""
+    zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install pyzmq")
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        kv = KvConfig(role="prefill", connector="nccl", discovery_address=f"127.0.0.1:{port}")
+        worker = await start_worker(kv=kv)
+
+        assert await asyncio.to_thread(router.poll, 5000)
+        identity, message = router.recv_multipart()
+        await worker.stop()
+
+    assert identity.decode() == worker.kv.zmq_address
+    assert msgspec.msgpack.decode(message) == {
+        "type": "P",
+        "http_address": f"127.0.0.1:{worker.port}",
+        "zmq_address": worker.kv.zmq_address,
+    }
