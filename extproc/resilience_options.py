@@ -141,8 +141,8 @@ class ResilienceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=0,
             le=10_000_000,
-            description="Requests that may come at once within the rate limits. 0: what a tenth of a second"
-            " allows, at least 1.",
+            description="Requests that may come at once within the rate limits. 0: what a fifth of a second"
+            " allows, at least 2.",
         ),
     ] = 0
     stream_idle_timeout_secs: Annotated[

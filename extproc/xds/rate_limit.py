@@ -42,9 +42,13 @@ MAX_CLIENTS = 10_000
 """Buckets that Envoy keeps at most; the one that was not used for longest is dropped, and is full when its
 client comes back."""
 
-BURST_S = 0.1
+BURST_S = 0.2
 """How much of a rate may come at once, if nothing else is said. Little, so that rates hold from the
 first second."""
+
+MIN_BURST = 2
+"""If nothing else is said. A bucket of one is full when the next request comes a little late, and what would have
+filled it further is lost: of 11 requests per second it lets every second one through where 10 are allowed."""
 
 _KIND, _CLIENT = "kind", "client"
 
@@ -116,10 +120,10 @@ def build_rate_limit(limits: RateLimits) -> Any:
 
 
 def build_bucket(rate: float, burst: int) -> TokenBucket:
-    """Return a bucket that lets *rate* requests through per second, *burst* at once (0: a tenth of a second's)."""
+    """Return a bucket that lets *rate* requests through per second, *burst* at once (0: a fifth of a second's)."""
     fill = max(1, round(rate))
     return TokenBucket(
-        max_tokens=burst or max(1, math.ceil(rate * BURST_S)),
+        max_tokens=burst or max(MIN_BURST, math.ceil(rate * BURST_S)),
         tokens_per_fill=fill,
         fill_interval=seconds(fill / rate),
     )
