@@ -140,6 +140,7 @@ async def test_slow_reader_slows_the_worker_only(router: Router, worker: RawWork
 
 
 @pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.timeout(150)
 async def test_stream_of_a_minute_ends_well(start_router: StartRouter, worker: RawWorker) -> None:
     """Envoy outlives its end: the lengths of real generations are minutes.
