@@ -377,7 +377,9 @@ class Exchange:
         self._headers = headers
         self._take_subset(message)
         last = message.request_headers.end_of_stream
-        wanted = not last and self._collects and self._is_small(headers)
+        # What follows a CONNECT is no body and never ends. Envoy has no route for one, and says so.
+        tunnel = headers.get(":method") == "CONNECT"
+        wanted = not last and not tunnel and self._collects and self._is_small(headers)
         if wanted and self._router.wants_body(headers):
             nobody = self._router.no_worker
             if nobody is not None and self._may_wait:
@@ -385,8 +387,8 @@ class Exchange:
                 return self._wait(nobody, headers, now)
             self._state = _State.BODY
             return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
-        # A policy that reads bodies must find one, also where none can be had (an upgrade).
-        unavailable = not self._collects and self._router.needs_body
+        # A policy that reads bodies must find one, also where none can be had (an upgrade, a tunnel).
+        unavailable = (tunnel or not self._collects) and self._router.needs_body
         request = self._request(b"" if last or unavailable else None)
         return self._decide(_Asked(request, body_follows=not last), now)
 

@@ -98,6 +98,20 @@ async def test_body_over_the_limit_is_refused_over_http2(any_router: Router) -> 
     assert openai_error(response)["code"] == "payload_too_large"
 
 
+@pytest.mark.parametrize("kind", ["router", "buffered_router", "full_duplex_router", "sim_router"])
+async def test_connect_leads_nowhere(request: pytest.FixtureRequest, kind: str) -> None:
+    """At once, although neither a length nor an end is announced; the last router has the default policy."""
+    router: Router = request.getfixturevalue(kind)
+    async with Connection(router.port) as connection, asyncio.timeout(3):
+        await connection.send_raw(b"CONNECT a:80 HTTP/1.1\r\nHost: a:80\r\n\r\n")
+        response = await connection.head()
+        response.body = await connection.body()
+
+    assert response.status == 404
+    assert openai_error(response)["code"] == "not_found"
+    await router.until_idle(2)
+
+
 async def test_no_worker(workerless_router: Router) -> None:
     """Without workers every request is refused at once, in both protocols."""
     router = workerless_router

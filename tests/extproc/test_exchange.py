@@ -128,6 +128,18 @@ def test_headers_that_end_the_request_are_decided_at_once(
     assert [request.body for request in policy.requests] == [b""]
 
 
+@pytest.mark.parametrize(("mode", "without_waiting"), HELD_BACK + AT_ONCE + COLLECTED)
+def test_connect_is_decided_at_once(reading, policy, mode, without_waiting):
+    """What follows it is no body: nobody waits for it, Envoy neither."""
+    message = request_headers({":method": "CONNECT", ":authority": "a:80"})
+
+    (answer,) = parse(reading.receive(first(mode, message, without_waiting=without_waiting), 0.0))
+
+    assert answer.WhichOneof("response") == "request_headers"
+    assert answer.HasField("mode_override") == (mode in {BUFFERED, BUFFERED_PARTIAL})
+    assert [request.body for request in policy.requests] == [b""]
+
+
 @pytest.mark.parametrize(("mode", "without_waiting"), [*HELD_BACK, *AT_ONCE, (STREAMED, True)])
 def test_a_body_that_comes_after_the_pick_is_waved_through(exchange, mode, without_waiting):
     """Each piece gets a bare "continue"."""
