@@ -56,12 +56,28 @@ RESPONSE_HEADERS = (
 )
 """What pages may read, beyond what they always may."""
 
+ANSWER_HEADERS = (
+    "access-control-allow-origin",
+    "access-control-allow-credentials",
+    "access-control-allow-headers",
+    "access-control-allow-methods",
+    "access-control-allow-private-network",
+    "access-control-expose-headers",
+    "access-control-max-age",
+)
+"""All that tell a browser what a page may do."""
+
 MAX_AGE_S = 3600
 
 
 def build_cors() -> HttpFilter:
     """Return the filter; without a policy of the route it does nothing."""
     return HttpFilter(name=FILTER_NAME, typed_config=Any.pack(Cors()))
+
+
+def headers_of_workers_to_remove(origins: tuple[str, ...]) -> list[str]:
+    """Return what a worker may not tell browsers when *origins* do; routes remove it before the filter adds its own."""
+    return list(ANSWER_HEADERS) if origins else []
 
 
 def build_cors_policy(origins: tuple[str, ...]) -> dict[str, Any]:

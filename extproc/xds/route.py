@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentD
 
 from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
 from extproc.xds.client_auth import credentials_to_remove
-from extproc.xds.cors import build_cors_policy
+from extproc.xds.cors import build_cors_policy, headers_of_workers_to_remove
 from extproc.xds.ext_proc import build_disabled
 from extproc.xds.filter_off import build_filters_off
 from extproc.xds.model import ADMIN_CLUSTER, PROBE_PATHS, ROUTES_NAME, UNROUTED_CLUSTER, EnvoyModel
@@ -189,6 +189,7 @@ def _inference_route(
         request_body_buffer_limit=model.max_payload_bytes,
         request_headers_to_remove=[*INTERNAL_HEADERS, *credentials_to_remove(model.access)],
         response_headers_to_add=[build_note(base_path)],
+        response_headers_to_remove=headers_of_workers_to_remove(model.access.cors_origins),
         typed_per_filter_config={
             **build_worker_key_off(model.access),
             **build_cors_policy(model.access.cors_origins),

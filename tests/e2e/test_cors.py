@@ -165,6 +165,46 @@ async def test_all_pages(start_router: StartRouter, worker: RawWorker) -> None:
         assert question.values("access-control-allow-credentials") == []
 
 
+GENEROUS = (
+    b"HTTP/1.1 200 OK\r\naccess-control-allow-origin: *\r\nAccess-Control-Allow-Credentials: true\r\n"
+    b"access-control-allow-headers: *\r\naccess-control-allow-methods: *\r\naccess-control-max-age: 9\r\n"
+    b"access-control-expose-headers: *\r\naccess-control-allow-private-network: true\r\n"
+    b"access-control-allow-origin: https://evil.example\r\nvary: accept\r\ncontent-length: 0\r\n\r\n"
+)
+"""What a worker says that lets every page in."""
+
+
+@pytest.mark.parametrize("origin", [PAGE, "https://evil.example", None])
+async def test_worker_lets_nobody_else_in(
+    cors_router: Router, worker: RawWorker, origin: str | None
+) -> None:
+    """Its own word on it goes no further, so that pages of elsewhere are told nothing."""
+    path = worker.on(unique_path(), respond(GENEROUS))
+    headers = [("Origin", origin)] if origin else []
+
+    answer = await ask(cors_router.port, "GET", path, headers)
+    plain = await ask(cors_router.port, "OPTIONS", path, headers)
+
+    for response in (answer, plain):
+        assert response.values("access-control-allow-origin") == ([PAGE] if origin == PAGE else [])
+        assert response.values("access-control-allow-credentials") == []
+        if origin != PAGE:
+            assert allowed(response) == []
+    assert answer.values("vary") != []
+
+
+async def test_question_of_another_page_reaches_no_worker(
+    cors_router: Router, worker: RawWorker
+) -> None:
+    """Also where the worker would say yes."""
+    path = worker.on(unique_path(), respond(GENEROUS))
+
+    question = await preflight(cors_router, "https://evil.example", path)
+
+    assert question.values("access-control-allow-origin") == []
+    assert worker.received(path) == []
+
+
 async def test_without_origins_workers_answer_for_themselves(
     router: Router, worker: RawWorker
 ) -> None:
@@ -189,6 +229,10 @@ async def test_origins_change_while_a_router_runs(
     options.write_text("policy: round_robin\n")
     router = start_router(worker.urls, "--config", str(options))
     assert allowed(await ask(router.port, "GET", unique_path(), [("Origin", PAGE)])) == []
+    generous = worker.on(unique_path(), respond(GENEROUS))
+    evil = [("Origin", "https://evil.example")]
+    before = await ask(router.port, "GET", generous, evil)
+    assert before.values("access-control-allow-origin") == ["*,https://evil.example"]
 
     options.write_text(f"policy: round_robin\ncors_allowed_origins: ['{PAGE}']\n")
 
@@ -198,3 +242,4 @@ async def test_origins_change_while_a_router_runs(
             found = allowed(await ask(router.port, "GET", unique_path(), [("Origin", PAGE)]))
 
     assert ("access-control-allow-origin", PAGE) in found
+    assert allowed(await ask(router.port, "GET", generous, evil)) == []
