@@ -24,6 +24,8 @@ class Breakers:
         self._circuits: dict[str, Circuit] = {}
         self._known: dict[str, CircuitState] = {}
         """States as ``transitions`` told them last, of circuits that were not closed."""
+        self.wary: dict[str, Circuit] = {}
+        """Circuits that may have a ``wary_limit``, by endpoint; no others do."""
 
     def configure(self, rules: CircuitRules) -> None:
         """Go by other *rules*."""
@@ -44,11 +46,22 @@ class Breakers:
         for endpoint in self._circuits.keys() - endpoints:
             del self._circuits[endpoint]
             self._known.pop(endpoint, None)
+            self.wary.pop(endpoint, None)
 
-    def on_attempt(self, attempt: Attempt, now: float) -> bool:
-        """Take in a report; tell whether anything follows from it at once."""
+    def on_attempt(self, attempt: Attempt, now: float, in_flight: int = 0) -> bool:
+        """Take in a report; tell whether anything follows from it at once. See ``Circuit.on_attempt``."""
         circuit = self._circuits.get(attempt.endpoint)
-        return circuit is not None and circuit.on_attempt(attempt, now)
+        if circuit is None:
+            return False
+        follows = circuit.on_attempt(attempt, now, in_flight)
+        if circuit.wary_limit is not None:
+            self.wary[attempt.endpoint] = circuit
+        return follows
+
+    def calm_down(self, now: float) -> bool:
+        """Let time have its effect on ``wary``; tell whether there is none left."""
+        self.wary = {e: circuit for e, circuit in self.wary.items() if not circuit.calm_down(now)}
+        return not self.wary
 
     def any_sound(self, workers: Iterable[Worker]) -> bool:
         """Tell whether any of *workers* served what it was asked last."""

@@ -16,6 +16,10 @@ comes back as a new one. A WebSocket that the worker closes and a client that le
 Envoy's own ejections come from the same answers. It knows no window: what it ejects for failures of which some
 are too old to count stays closed here.
 
+From the second failure in a row on, others are preferred to a worker with so many requests under way that
+their failures would exceed the threshold by more than one. That is over with a success, with the circuit's
+change and a moment after the last failure.
+
 Reports may arrive out of order by a moment, and late ones are about requests that were sent before the circuit
 opened: in HALF_OPEN only those count that were sent since. A probe is over when its outcome is known; when none
 becomes known, a moment after nothing is under way any more. Pure: times are arguments, Unix time in seconds.
@@ -35,6 +39,12 @@ REPORT_LAG_S = 0.25
 
 LOST_REPORT_S = 1.0
 """How long after the end of a probe its report may take."""
+
+WARY_S = 1.0
+"""How long after failures in a row others are preferred."""
+
+WARY_FAILURES = 2
+"""From so many in a row on."""
 
 
 class CircuitState(StrEnum):
@@ -78,6 +88,7 @@ class Circuit:
         "_older",
         "_opened_at",
         "_successes",
+        "_wary_in_flight",
         "failing",
         "open_until",
         "probing",
@@ -96,6 +107,9 @@ class Circuit:
         """Whether the latest attempt came to nothing, for whatever reason."""
         self._failures: deque[float] = deque()
         """Times of the failures in a row that count."""
+        self._wary_in_flight: int | None = None
+        """At most so many requests under way have not failed, as of the last failure in a row; None: whatever
+        is under way may go on growing."""
         self._aged = False
         """Whether failures in a row have become too old to count."""
         self._lost_at = 0.0
@@ -128,6 +142,14 @@ class Circuit:
                 return f"it is tried with one request at a time: {self._successes} of {wanted} succeeded"
 
     @property
+    def wary_limit(self) -> int | None:
+        """From how many requests under way on others are preferred; None: never."""
+        failures = len(self._failures)
+        if self._wary_in_flight is None or failures < WARY_FAILURES:
+            return None
+        return max(self._wary_in_flight, self.rules.failures + 1 - failures)
+
+    @property
     def resumes_at(self) -> float:
         """When an open or half-open circuit was or will be tried, for the next run; 0 when it is closed."""
         return 0.0 if self.state is CircuitState.CLOSED else self.open_until
@@ -156,8 +178,11 @@ class Circuit:
             self._older = in_flight - 1
             self._idle_since = None
 
-    def on_attempt(self, attempt: Attempt, now: float) -> bool:
-        """Take in a report; tell whether anybody may want to know: the state, or room for a probe."""
+    def on_attempt(self, attempt: Attempt, now: float, in_flight: int = 0) -> bool:
+        """Take in a report; tell whether anybody may want to know: the state, or room for a probe.
+
+        *in_flight*: requests under way there, those included that have failed and are tried elsewhere.
+        """
         outcome = attempt.outcome
         if outcome is Outcome.REFUSED and self.rules.count_429 and attempt.status == 429:
             outcome = Outcome.FAILED
@@ -165,7 +190,7 @@ class Circuit:
             self.failing = outcome is not Outcome.SUCCEEDED
         match self.state:
             case CircuitState.CLOSED:
-                return self._judge(outcome, attempt, now)
+                return self._judge(outcome, attempt, now, in_flight)
             case CircuitState.OPEN:
                 return False
             case CircuitState.HALF_OPEN:
@@ -211,7 +236,13 @@ class Circuit:
             return False
         return self._end_probe()
 
-    def _judge(self, outcome: Outcome, attempt: Attempt, now: float) -> bool:
+    def calm_down(self, now: float) -> bool:
+        """Let time have its effect on ``wary_limit``; tell whether there is none."""
+        if self._failures and now - self._failures[-1] >= WARY_S:
+            self._wary_in_flight = None
+        return self.wary_limit is None
+
+    def _judge(self, outcome: Outcome, attempt: Attempt, now: float, in_flight: int) -> bool:
         failures = self._failures
         if outcome is Outcome.SUCCEEDED:
             if failures or self._aged:
@@ -232,6 +263,8 @@ class Circuit:
         if not self.rules.failures:
             return False
         failures.append(now)
+        # Any of those that failed may still be under way, elsewhere.
+        self._wary_in_flight = in_flight - len(failures)
         if len(failures) < self.rules.failures:
             return False
         what = "failure" if len(failures) == 1 else "failures in a row"
@@ -280,6 +313,7 @@ class Circuit:
 
     def _forget(self) -> None:
         self._failures.clear()
+        self._wary_in_flight = None
         self._aged = False
         self._successes = 0
         self._end_probe()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import structlog
 
 from extproc.attempt import Attempt, Outcome
+from extproc.circuit import WARY_S
 from extproc.fleet import Fleet
 from extproc.retry_budget import RetryBudget
 
@@ -28,6 +29,8 @@ class Outcomes:
         self._look_again = look_again
         self._timers: dict[str, asyncio.TimerHandle] = {}
         """What ends suspensions, by endpoint."""
+        self._calming: asyncio.TimerHandle | None = None
+        """What ends the preference for others to workers that have failed in a row."""
 
     def on_failed(self, attempt: Attempt) -> None:
         """Learn that *attempt* failed; its request may still be tried elsewhere."""
@@ -43,9 +46,17 @@ class Outcomes:
             self._judge(last)
 
     def _judge(self, attempt: Attempt) -> None:
-        if self._fleet.registry.breakers.on_attempt(attempt, self._fleet.now()):
+        registry = self._fleet.registry
+        if registry.on_attempt(attempt, self._fleet.now()):
             self._fleet.commit()
             self._look_again()
+        if registry.breakers.wary and self._calming is None:
+            self._calming = asyncio.get_running_loop().call_later(WARY_S, self._calm_down)
+
+    def _calm_down(self) -> None:
+        self._calming = None
+        if not self._fleet.registry.breakers.calm_down(self._fleet.now()):
+            self._calming = asyncio.get_running_loop().call_later(WARY_S / 4, self._calm_down)
 
     def _suspend(self, attempt: Attempt) -> None:
         """Prefer others to a worker that was asked in vain."""

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import assert_never
 
+from extproc.attempt import Attempt
 from extproc.breakers import Breakers, follow, send_probe
 from extproc.candidates import Roster, choose, find_tripped, make_roster
 from extproc.circuit import CircuitRules, CircuitState
@@ -409,6 +410,26 @@ class Registry:
         """Learn that a request goes to *worker*, which is on probation: no other may, to any of its ranks."""
         for engine in self._by_endpoint.get(worker.endpoint, ()):
             send_probe(engine, self.settings.worker_limit)
+
+    def on_attempt(self, attempt: Attempt, now: float) -> bool:
+        """Take in a report; tell whether anything follows from it at the next commit."""
+        return self.breakers.on_attempt(attempt, now, self._in_flight_at(attempt.endpoint))
+
+    def preferred(self, workers: tuple[Worker, ...]) -> tuple[Worker, ...]:
+        """Return those of *workers* that have not just failed several times with as much under way as they may."""
+        wary = self.breakers.wary
+        if not wary:
+            return workers
+        limits = {endpoint: circuit.wary_limit for endpoint, circuit in wary.items()}
+        brimful = {
+            endpoint
+            for endpoint, limit in limits.items()
+            if limit is not None and self._in_flight_at(endpoint) >= limit
+        }
+        return tuple(w for w in workers if w.endpoint not in brimful) if brimful else workers
+
+    def _in_flight_at(self, endpoint: str) -> int:
+        return sum(engine.in_flight for engine in self._by_endpoint.get(endpoint, ()))
 
     def suspend(self, endpoint: str, *, suspended: bool, unreached_at: float = 0.0) -> bool:
         """Prefer others to the worker at *endpoint*, or no longer; tell whether that changed anything.

@@ -206,6 +206,7 @@ class Router:
             place = _place(Wait.BUSY, pool, model, subset)
             if not workers or place in ahead:
                 return Held(place)
+        workers = self._registry.preferred(workers) or workers
         body = self._rename(request, instead) if instead else None
         picked = self._pick(pool, workers, others, request, now)
         pool.on_sent(picked[0], request, now)
@@ -240,7 +241,7 @@ class Router:
         first = policy.pick(request, workers, now=now, rng=self._rng)
         picked: tuple[Worker, ...] = (first,)
         workers = _without(workers, first)
-        if pool.limited:
+        if pool.limited or len(workers) + 1 < len(others):
             workers = _fallbacks(workers, others, first)
         if pool.spread:  # a retry stays within the Envoy cluster
             workers = tuple(w for w in workers if w.cluster == first.cluster)

@@ -119,6 +119,36 @@ async def test_failing_worker_gets_no_more_requests_than_the_threshold(
     assert metrics("circuit_transitions_total") == 1
 
 
+async def test_failing_worker_of_three_gets_no_more_than_the_threshold_at_once(
+    start_worker: StartWorker, start_router: StartRouter
+) -> None:
+    """Of 20 clients at once, time after time: what is under way when it fails is no more than it may get."""
+    failing, *sound = start_worker(), start_worker(), start_worker()
+    router = start_router(
+        [url for worker in (failing, *sound) for url in worker.urls],
+        *(*ROUND_ROBIN, *FAST, "--cb-timeout-duration-secs", "1", "--cb-success-threshold", "1"),
+        *("--cb-failure-threshold", "10", "--retry-initial-backoff-ms", "10"),
+    )
+    (url,) = failing.urls
+
+    async def client(path: str) -> list[int]:
+        return [(await post(router, path)).status for _ in range(5)]
+
+    for _ in range(10):
+        bad = Switch(failing)
+        good = [Switch(worker, 200, path=bad.path) for worker in sound]
+        for switch in (bad, *good):
+            switch.takes_s = 0.02
+        answers = await asyncio.gather(*(client(bad.path) for _ in range(20)))
+
+        assert sum(answers, []) == [200] * 100
+        assert bad.asked in (10, 11)
+        bad.status = 200
+        until_circuit(router, url, 2)
+        while router.metrics()("circuit_state", worker=url):
+            await post(router, bad.path)
+
+
 async def test_half_open_worker_gets_one_request_at_a_time(
     start_worker: StartWorker, start_router: StartRouter
 ) -> None:

@@ -6,6 +6,8 @@ import random
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from extproc.attempt import Attempt, Outcome
 from extproc.circuit import CircuitRules, CircuitState
@@ -14,6 +16,7 @@ from extproc.errors import Refusal
 from extproc.registry import Change, Registry, Settings
 from extproc.retry_budget import RetryBudget
 from extproc.router import Held, Refused, Routed, Router
+from policies.base import Request
 from policies.round_robin import RoundRobin
 from tests.extproc.recorder import Recorder
 from tests.fleets import STATIC, registry_of, reset, say
@@ -253,3 +256,115 @@ def test_router_without_a_budget_says_nothing(registry, get):
     router = Router(registry, random.Random(1))
 
     assert router.grant_retries(router.decide(get, NOW), NOW) is None
+
+
+# --- workers that have failed several times in a row
+
+
+C = "http://10.0.0.3:8000"
+
+
+def take(router, request, now=NOW):
+    """Route *request*; return its lease."""
+    routed = router.decide(request, now)
+    assert isinstance(routed, Routed)
+    return routed.pool.acquire(routed.workers[0])
+
+
+def test_others_are_preferred_to_a_worker_that_fails(rng, get):
+    """As many as its failures leave may be under way there; when nobody else is left, more."""
+    rules = CircuitRules(failures=4)
+    registry = registry_of(A, B, policy=RoundRobin(), circuits=rules)
+    router = Router(registry, rng)
+    for _ in range(3):
+        registry.on_attempt(Attempt(AT_A, Outcome.FAILED, 500, NOW), NOW)
+
+    leases = [take(router, get) for _ in range(8)]
+    assert [lease.worker.url for lease in leases].count(A) == 2
+
+    for _ in range(3):
+        registry.on_attempt(Attempt(AT_B, Outcome.FAILED, 500, NOW), NOW)
+    assert {take(router, get).worker.url for _ in range(4)} == {A, B}, "both fail, nobody waits"
+
+    assert registry.breakers.calm_down(NOW + 2)
+    assert {take(router, get).worker.url for _ in range(4)} == {A, B}
+
+
+def test_room_for_requests_counts_beside_the_preference(rng, get):
+    """A limit of the worker itself holds whatever is preferred, and who is preferred may be full."""
+    registry = registry_of(
+        A, B, policy=RoundRobin(), circuits=CircuitRules(failures=3), worker_limit=3
+    )
+    router = Router(registry, rng)
+    for _ in range(2):
+        registry.on_attempt(Attempt(AT_A, Outcome.FAILED, 500, NOW), NOW)
+
+    leases = [take(router, get) for _ in range(6)]
+
+    assert [worker.in_flight for worker in registry.pools[0].members] == [3, 3]
+    assert isinstance(router.decide(get, NOW), Held)
+    leases[0].release(NOW)
+    assert isinstance(router.decide(get, NOW), Routed)
+
+
+def test_ranks_share_what_their_engine_may_have_under_way(rng, get):
+    """They are one process."""
+    registry = registry_of(A, B, policy=RoundRobin(), circuits=CircuitRules(failures=5), ranks=2)
+    router = Router(registry, rng)
+    for _ in range(3):
+        registry.on_attempt(Attempt(AT_A, Outcome.FAILED, 500, NOW), NOW)
+
+    leases = [take(router, get) for _ in range(20)]
+
+    assert [lease.worker.endpoint for lease in leases].count(AT_A) == 3
+
+
+def test_worker_that_is_gone_is_preferred_to_nobody():
+    """Its circuit goes with it."""
+    registry = registry_of(A, B, circuits=CircuitRules(failures=5))
+    for _ in range(3):
+        registry.on_attempt(Attempt(AT_A, Outcome.FAILED, 500, NOW), NOW)
+
+    reset(registry, B)
+
+    assert not registry.breakers.wary
+
+
+@given(data=st.data())
+def test_worker_that_always_fails_gets_no_more_than_the_threshold_and_one(data):
+    """However the failures of up to ten requests at once fall between those that follow."""
+    threshold = data.draw(st.integers(2, 12), "threshold")
+    at_once = data.draw(st.integers(1, min(10, threshold)), "most under way at once")
+    registry = registry_of(
+        A,
+        B,
+        C,
+        policy=RoundRobin(),
+        circuits=CircuitRules(failures=threshold),
+        worker_limit=at_once,
+    )
+    router = Router(registry, random.Random(data.draw(st.integers(0, 9))))
+    request = Request("POST", "/", {})
+    asked, elsewhere, served = [], [], []  # at A; from A, now tried elsewhere; at B and C
+    sent, now = 0, NOW
+    for _ in range(data.draw(st.integers(1, 120), "steps")):
+        now += data.draw(st.sampled_from([0.0, 0.001, 0.02]), "passed")
+        registry.breakers.calm_down(now)
+        match data.draw(st.sampled_from(["ask", "ask", "fail", "fail", "end", "end elsewhere"])):
+            case "ask":
+                routed = router.decide(request, now)
+                if isinstance(routed, Routed):
+                    lease = routed.pool.acquire(routed.workers[0])
+                    (asked if lease.worker.url == A else served).append(lease)
+                    sent += lease.worker.url == A
+            case "fail" if asked:  # its request is under way still when Envoy tells of it
+                elsewhere.append(asked.pop(0))
+                registry.on_attempt(Attempt(AT_A, Outcome.FAILED, 500, now), now)
+                registry.commit(now)
+            case "end" if served:
+                served.pop(0).release(now)
+            case "end elsewhere" if elsewhere:
+                elsewhere.pop(0).release(now)
+            case _:
+                pass
+    assert sent <= threshold + 1

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from extproc.attempt import Attempt, Outcome
-from extproc.circuit import LOST_REPORT_S, REPORT_LAG_S, Circuit, CircuitRules, CircuitState
+from extproc.circuit import (
+    LOST_REPORT_S,
+    REPORT_LAG_S,
+    WARY_S,
+    Circuit,
+    CircuitRules,
+    CircuitState,
+)
 
 NOW = 1_000_000.0
 RULES = CircuitRules(failures=3, successes=2, open_s=60.0, window_s=120.0)
@@ -155,6 +162,60 @@ def test_disabled_it_never_opens():
     circuit.restore(NOW + 50, NOW)
 
     assert circuit.state is CLOSED
+
+
+# --- failures in a row, before it opens
+
+
+def failing(times, *, in_flight=5, now=NOW, failures=10):
+    """Return a circuit that has failed so many *times* in a row, the last time at *now*."""
+    circuit = Circuit(CircuitRules(failures=failures))
+    for _ in range(times):
+        circuit.on_attempt(Attempt("e", Outcome.FAILED, 500, now, now), now, in_flight)
+    return circuit
+
+
+@pytest.mark.parametrize(
+    ("failures", "limit"), [(0, None), (1, None), (2, 9), (5, 6), (9, 2), (10, None)]
+)
+def test_from_the_second_failure_in_a_row_on_there_is_room_for_the_rest(failures, limit):
+    """And for one more; an open circuit needs no such limit."""
+    assert failing(failures).wary_limit == limit
+
+
+@pytest.mark.parametrize(("in_flight", "limit"), [(11, 9), (12, 10), (40, 38)])
+def test_what_is_under_way_has_room(in_flight, limit):
+    """Long streams are replaced as they end, but for those that may be what failed."""
+    assert failing(2, in_flight=in_flight).wary_limit == limit
+
+
+def test_limit_ends_with_a_success():
+    """One that ended before the failures says nothing of what came since."""
+    circuit = failing(3)
+    told(circuit, Outcome.SUCCEEDED, NOW + 0.01, ended=NOW - 0.01)
+    assert circuit.wary_limit == 8
+
+    told(circuit, Outcome.SUCCEEDED, NOW + 0.02)
+
+    assert circuit.wary_limit is None
+
+
+def test_limit_ends_a_second_after_the_last_failure():
+    """The failures still count; the next one brings it back."""
+    circuit = failing(3)
+    assert not circuit.calm_down(NOW + WARY_S - 0.01)
+
+    assert circuit.calm_down(NOW + WARY_S)
+
+    assert circuit.wary_limit is None
+    told(circuit, Outcome.FAILED, NOW + 5)
+    assert circuit.wary_limit == 7
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2])
+def test_low_thresholds_know_no_limit(failures):
+    """There is no failure between the second and the last one."""
+    assert failing(2, failures=failures).wary_limit is None
 
 
 # --- open

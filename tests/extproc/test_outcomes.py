@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from extproc.attempt import Attempt, Outcome
-from extproc.circuit import CircuitRules
+from extproc.circuit import WARY_S, CircuitRules
 from extproc.engine import State
 from extproc.fleet import Fleet
 from extproc.outcomes import SUSPEND_S, Outcomes
@@ -157,3 +157,22 @@ async def test_attempts_at_unknown_endpoints_do_no_harm(world):
         world.outcomes.on_ended(last, retries=0, failed=False)
 
     assert world.candidates() == [A, B]
+
+
+async def test_others_are_preferred_for_a_second_after_failures_in_a_row():
+    """Then it is forgotten, by a timer of its own."""
+    world = World()
+    registry = world.registry = registry_of(A, B, circuits=CircuitRules(failures=5))
+    world.fleet.registry = registry
+    world.fail()
+    assert not registry.breakers.wary
+    await asyncio.sleep(0.5)
+    world.fail()
+    assert list(registry.breakers.wary) == [AT_A]
+    await asyncio.sleep(WARY_S / 2)
+    world.fail()
+
+    await asyncio.sleep(WARY_S - 0.01)
+    assert registry.breakers.wary
+    await asyncio.sleep(WARY_S / 2)
+    assert not registry.breakers.wary
