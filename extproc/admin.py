@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 import structlog
 from aiohttp import web
@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, exposition
 
 from extproc import admin_info, admin_probes, admin_workers
 from extproc.address import Address
-from extproc.admin_endpoint import Admin, ApiError, Endpoint, error_answer
+from extproc.admin_endpoint import Admin, ApiError, Endpoint, error_answer, openai_error
 from extproc.admin_guard import judge
 from extproc.authorize import PATH as AUTHORIZE_PATH
 from extproc.authorize import add_authorize
@@ -101,10 +101,35 @@ async def _errors(request: web.Request, handler: _Handler) -> web.StreamResponse
     except web.HTTPException as error:
         return _http_error(request, error)
     except web.RequestPayloadError:
-        return error_answer(400, "INVALID_REQUEST", "the body cannot be read")
+        return _error(request, 400, "INVALID_REQUEST", "the body cannot be read")
     except Exception:
         log.exception("admin request failed", method=request.method, path=cap(request.path))
-        return error_answer(500, "INTERNAL_ERROR", "the request failed; the router's log says why")
+        message = "the request failed; the router's log says why"
+        return _error(request, 500, "INTERNAL_ERROR", message)
+
+
+CLIENT_CODES = {
+    "METHOD_NOT_ALLOWED": "method_not_allowed",
+    "NOT_FOUND": "not_found",
+    "PAYLOAD_TOO_LARGE": "payload_too_large",
+    "INVALID_REQUEST": "bad_request",
+    "INTERNAL_ERROR": "request_failed",
+}
+"""What the codes of the admin API are called where everybody may ask."""
+
+
+def _error(
+    request: web.Request,
+    status: int,
+    code: str,
+    message: str,
+    *,
+    headers: Mapping[str, str] | None = None,
+) -> web.Response:
+    """Return an error in the shape that belongs to the path."""
+    if _is_open(request):
+        return openai_error(status, CLIENT_CODES[code], message, headers=headers)
+    return error_answer(status, code, message, headers=headers)
 
 
 def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
@@ -113,14 +138,14 @@ def _http_error(request: web.Request, error: web.HTTPException) -> web.Response:
         case web.HTTPMethodNotAllowed():
             allowed = ", ".join(sorted(error.allowed_methods))
             message = f"{cap(request.method)} is not allowed here; allowed: {allowed}"
-            return error_answer(405, "METHOD_NOT_ALLOWED", message, headers={"Allow": allowed})
+            return _error(request, 405, "METHOD_NOT_ALLOWED", message, headers={"Allow": allowed})
         case web.HTTPNotFound():
-            return error_answer(404, "NOT_FOUND", "there is nothing at this path")
+            return _error(request, 404, "NOT_FOUND", "there is nothing at this path")
         case web.HTTPRequestEntityTooLarge():
             message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-            return error_answer(413, "PAYLOAD_TOO_LARGE", message)
+            return _error(request, 413, "PAYLOAD_TOO_LARGE", message)
         case _:
-            return error_answer(error.status, "INVALID_REQUEST", error.reason)
+            return _error(request, error.status, "INVALID_REQUEST", error.reason)
 
 
 @web.middleware

@@ -16,6 +16,7 @@ import msgspec
 from aiohttp import web
 
 from extproc.config import Config
+from extproc.errors import error_body
 from extproc.fleet import Fleet
 from extproc.generation_check import GenerationCheck
 from extproc.readiness import Readiness
@@ -138,6 +139,14 @@ def error_answer(
     """Return an error in vLLM Router's shape."""
     # Unlike msgspec this also writes half of a character, which may stand in a path.
     body = json.dumps({"error": message, "code": code, **msgspec.to_builtins(extra or {})})
+    return web.Response(status=status, text=body, content_type=JSON, headers=headers)
+
+
+def openai_error(
+    status: int, code: str, message: str, *, headers: Mapping[str, str] | None = None
+) -> web.Response:
+    """Return an error in OpenAI's shape, for what clients use that are no administrators."""
+    body = error_body(status, code, message)
     return web.Response(status=status, text=body, content_type=JSON, headers=headers)
 
 

@@ -8,10 +8,18 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
-from extproc.admin_endpoint import TEXT, Admin, Endpoint, Parameter, Reply, json_answer
+from extproc.admin_endpoint import (
+    TEXT,
+    Admin,
+    Endpoint,
+    Parameter,
+    Reply,
+    json_answer,
+    openai_error,
+)
 from extproc.discovery.updates import WorkerType
 from extproc.engine import PICKABLE
-from extproc.errors import Refusal, error_body, refusal_message, refusal_status
+from extproc.errors import Refusal, refusal_message, refusal_status
 from extproc.model_list import list_models
 from policies.base import SessionKeeper
 
@@ -103,7 +111,7 @@ async def _finish_session(admin: Admin, request: web.Request) -> web.Response:
     session = request.query.get("session_id", "")
     if not session:
         message = "Name the session: /finish_session?session_id=..."
-        return _openai_error(400, "missing_session_id", message)
+        return openai_error(400, "missing_session_id", message)
     for policy in admin.policies():
         if isinstance(policy, SessionKeeper):
             policy.finish_session(session)
@@ -122,12 +130,7 @@ def _served(admin: Admin) -> list[dict[str, Any]] | None:
 
 
 def _refusal(refusal: Refusal, message: str) -> web.Response:
-    return _openai_error(refusal_status(refusal), refusal, message)
-
-
-def _openai_error(status: int, code: str, message: str) -> web.Response:
-    body = error_body(status, code, message)
-    return web.Response(status=status, text=body, content_type="application/json")
+    return openai_error(refusal_status(refusal), refusal, message)
 
 
 _LINE = "\n"

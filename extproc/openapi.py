@@ -29,15 +29,15 @@ otherwise. Web pages of elsewhere are denied even then: the `Host` header must b
 and `Origin`, which browsers send, must name the same host and port. So is what came through another proxy, with
 `X-Forwarded-For`, `Forwarded`, `Via` or `X-Real-IP`.
 
-**Errors** are `{"error": "what is wrong", "code": "CODE"}` as in vLLM Router; endpoints of OpenAI's API answer in
-OpenAI's shape. Beside the answers that are listed, any endpoint can answer:
+**Errors** are `{"error": "what is wrong", "code": "CODE"}` as in vLLM Router; *open* endpoints answer in OpenAI's shape,
+with the codes of [errors.md](errors.md). Beside the answers that are listed, any endpoint can answer:
 
 | status | `code` | when |
 |---|---|---|
 | 401 | `UNAUTHORIZED` | the key is missing or wrong |
 | 403 | `FORBIDDEN` | there is no key, and the request comes from elsewhere |
-| 404 | `NOT_FOUND` | there is nothing at the path |
-| 405 | `METHOD_NOT_ALLOWED` | `Allow` says which methods are |
+| 404 | `NOT_FOUND`, open `not_found` | there is nothing at the path |
+| 405 | `METHOD_NOT_ALLOWED`, open `method_not_allowed` | `Allow` says which methods are |
 | 413 | `PAYLOAD_TOO_LARGE` | the body is larger than 1 MiB |
 
 `HEAD` works where `GET` does. Parameters that are not known are ignored; switches are on with `1`, `true` or `yes`."""

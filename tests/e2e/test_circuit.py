@@ -141,7 +141,7 @@ async def test_failing_worker_of_three_gets_no_more_than_the_threshold_at_once(
             switch.takes_s = 0.02
         answers = await asyncio.gather(*(client(bad.path) for _ in range(20)))
 
-        assert sum(answers, []) == [200] * 100
+        assert answers == [[200] * 5] * 20
         assert bad.asked in (10, 11)
         bad.status = 200
         until_circuit(router, url, 2)

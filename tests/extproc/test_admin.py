@@ -91,7 +91,6 @@ async def test_nothing_else_is_served(api, path):
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("POST", "/readiness", "GET, HEAD"),
         ("PUT", "/workers", "GET, HEAD, POST"),
         ("GET", "/add_worker", "POST"),
         ("GET", "/flush_cache", "POST"),
@@ -106,6 +105,36 @@ async def test_wrong_method_is_told_the_right_ones(api, method, path, allowed):
 
     assert (answer.status, answer.headers["Allow"]) == (405, allowed)
     assert answer.json["code"] == "METHOD_NOT_ALLOWED"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code", "allowed"),
+    [
+        *[
+            ("PUT", path_of(e), 405, "method_not_allowed", "GET, HEAD")
+            for e in ENDPOINTS
+            if e.is_open and e.method == "GET"
+        ],
+        ("POST", "/v1/models", 405, "method_not_allowed", "GET, HEAD"),
+        ("POST", "/health", 405, "method_not_allowed", "GET, HEAD"),
+        ("GET", "/finish_session", 405, "method_not_allowed", "POST"),
+        ("POST", "/finish_session", 400, "missing_session_id", None),
+        ("GET", "/v1/models/", 404, "not_found", None),
+        ("GET", "/v1/models/none", 404, "model_not_found", None),
+    ],
+)
+async def test_errors_of_what_is_open_are_as_openai_shapes_them(
+    api, method, path, status, code, allowed
+):
+    """Clients with an SDK ask there, not administrators."""
+    answer = await api.ask(method, path)
+
+    assert (answer.status, answer.headers.get("Allow")) == (status, allowed)
+    error = answer.json["error"]
+    assert answer.json.keys() == {"error"}
+    assert (error.pop("code"), error.pop("type")) == (code, "invalid_request_error")
+    assert error.pop("message")
+    assert error == {"param": None}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +197,7 @@ async def test_unforeseen_failure_is_an_error_without_details(api, monkeypatch):
     answer = await api.get("/readiness")
 
     assert answer.status == 500
-    assert answer.json["code"] == "INTERNAL_ERROR"
+    assert answer.json["error"]["code"] == "request_failed"
     assert "secret detail" not in answer.text
 
 

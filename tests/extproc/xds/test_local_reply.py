@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from extproc.admin import CLIENT_CODES
 from extproc.errors import Refusal, refusal_status
 from extproc.xds.local_reply import build_local_replies, envoy_errors
 
@@ -32,6 +33,10 @@ def known():
         found.setdefault(str(error.code), set()).add(error.status)
     for refusal in Refusal:
         found.setdefault(str(refusal), set()).add(refusal_status(refusal))
+    # What the endpoints for everybody answer beside that.
+    for code, status in (("method_not_allowed", 405), ("missing_session_id", 400)):
+        found.setdefault(code, set()).add(status)
+    assert found.keys() >= set(CLIENT_CODES.values())
     return found
 
 
