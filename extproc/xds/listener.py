@@ -111,7 +111,7 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
         }
     return [
         build_header_hygiene(model.request_id_headers),
-        build_worker_address_filter(),
+        build_worker_address_filter(upgrades=not read_body),
         build_cors(),
         slots[AUTH_SLOT],
         slots[RATE_SLOT],

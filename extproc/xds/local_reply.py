@@ -196,6 +196,12 @@ def _errors_of_workers() -> Iterator[EnvoyError]:
         _both(_status(502), _flags("UPE")),
     )
     yield EnvoyError(
+        502,
+        "worker_answer_invalid",
+        "The worker switched protocols, which the request had not asked for.",
+        _details("details.startsWith('filter_removed_required_response_headers')"),
+    )
+    yield EnvoyError(
         503,
         "worker_connection_failed",
         "The connection to the worker failed before it answered. Retry later.",

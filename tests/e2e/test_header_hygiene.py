@@ -146,6 +146,7 @@ REDIRECTS = {
     "HTTPS://user@{host}/v1/models": "/v1/models",
     "//{host}/v1/models": "/v1/models",
     "http://{address}/v1/models": "/v1/models",
+    "http://localhost:{port}/v1/models": "/v1/models",
     "http://{host}": "/",
     "http://{host}?a": "/?a",
     "http://{host}//elsewhere.example/x": "/.//elsewhere.example/x",
@@ -186,6 +187,73 @@ async def test_redirects_of_a_worker_do_not_tell_where_it_is(
 
     assert set(told) == {host}
     assert shown == [seen.format(host=host) for seen in REDIRECTS.values() for _ in range(2)]
+
+
+TELLING_LINKS = {
+    "location": [
+        "http:/{address}/x",
+        "http:{address}/x",
+        "\\\\{address}/x",
+        "/\\{address}/x",
+        "ws://{address}/x",
+        "ws://LOCALHOST:{port}/x",
+        "ftp://u:p@{address}",
+        "http://elsewhere.example/?to=http://{address}/",
+        "/login?next=http%3A%2F%2F127.0.0.1%3a{port}%2F",
+        "//elsewhere.example/x\r\nlocation: http://{address}/x",
+        "http://{address}/x\r\nlocation: //{address}/x",
+    ],
+    "content-location": [
+        "http:/{address}/x",
+        "/a\r\ncontent-location: /b\r\ncontent-location: ws://{address}/x",
+    ],
+    "link": [
+        "<http://{address}/a>; rel=next",
+        '</a>; rel=prev, <http://localhost:{port}/b>; rel="next"',
+        "</a>; rel=prev\r\nlink: <//{address}>; rel=next",
+    ],
+    "refresh": ["0; url=http://{address}/x", "5;URL='http://localhost:{port}'"],
+}
+"""Where else a worker may tell its address."""
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+async def test_links_of_a_worker_do_not_tell_where_it_is(
+    start_router: StartRouter, worker: RawWorker, by_name: bool
+) -> None:
+    """What cannot be made a path is taken out."""
+    address, port = worker.urls[0].removeprefix("http://"), worker.ports[0]
+    router = start_router([f"http://localhost:{port}" if by_name else f"http://{address}"])
+    path = unique_path()
+
+    for name, sayings in TELLING_LINKS.items():
+        for said in sayings:
+            value = said.format(address=address, port=port)
+            answer = f"HTTP/1.1 201 X\r\n{name}: {value}\r\nx-kept: 1\r\ncontent-length: 0\r\n\r\n"
+            worker.on(path, respond(answer.encode()))
+            response = await ask(router.port, "GET", path)
+            assert response.values(name) == [], said
+            assert response.values("x-kept") == ["1"]
+
+
+async def test_other_links_of_a_worker_stay(router: Router, worker: RawWorker) -> None:
+    """Those that lead elsewhere, or nowhere in particular; localhost with its port is the worker itself."""
+    kept = [
+        ("link", "</a>; rel=prev"),
+        ("link", "<http://elsewhere.example:{port}/a>; rel=next"),
+        ("link", "<http://1{address}1/a>; rel=next"),
+        ("refresh", "5; url=/x"),
+        ("refresh", "5; url=http://localhost:1/x"),
+        ("location", "http://localhost:1{port}/x"),
+        ("location", "/x?100%"),
+    ]
+    path = unique_path()
+    for port in worker.ports:
+        for name, said in kept:
+            value = said.format(address=f"127.0.0.1:{port}", port=port)
+            answer = f"HTTP/1.1 201 X\r\n{name}: {value}\r\ncontent-length: 0\r\n\r\n"
+            worker.on(path, respond(answer.encode()))
+            assert (await ask(router.port, "GET", path)).values(name) == [value]
 
 
 @pytest.mark.parametrize(("said", "seen"), [("/b/x/", "/x/"), ("/b", "/"), ("/bd", "/bd")])

@@ -46,6 +46,34 @@ def start_failing_router(
     return start
 
 
+SWITCHES = (
+    b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
+    b"HTTP/1.1 101 S\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nlocation: /x\r\n\r\nbytes",
+    b"HTTP/1.1 101 S\r\nContent-Length: 2\r\n\r\n{}",
+)
+
+
+SILENT = {"content-type", "content-length", "date", "x-request-id", "connection"}
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_switch_that_nobody_asked_for(
+    any_router: Router, worker: RawWorker, method: str
+) -> None:
+    """Is no answer, and takes nothing from the requests after it."""
+    path = unique_path()
+    for answer in SWITCHES:
+        worker.on(path, respond(answer))
+        async with Connection(any_router.port) as connection, asyncio.timeout(5):
+            response = await connection.ask(method, path, body=b"{}" if method == "POST" else None)
+            assert response.status == 502
+            assert openai_error(response)["code"] == "worker_answer_invalid"
+            assert len(response.values("x-request-id")) == 1
+            assert {name.lower() for name, _ in response.headers} <= SILENT
+            assert (await connection.ask("GET", unique_path())).status == 200
+    await any_router.until_idle(2)
+
+
 @pytest.mark.parametrize(
     ("mode", "failures", "sound"),
     [
