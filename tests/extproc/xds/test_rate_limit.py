@@ -27,7 +27,8 @@ def test_bucket_fills_at_its_rate(rate, burst):
 
 
 @pytest.mark.parametrize(
-    ("rate", "burst", "at_once"), [(0.5, 0, 2), (10, 0, 2), (11, 0, 3), (1000, 0, 200), (5, 40, 40), (100, 1, 1)]
+    ("rate", "burst", "at_once"),
+    [(0.5, 0, 2), (10, 0, 2), (11, 0, 3), (1000, 0, 200), (5, 40, 40), (100, 1, 1)],
 )
 def test_burst_is_what_a_fifth_of_a_second_allows(rate, burst, at_once):
     """At least two, or what was said."""
