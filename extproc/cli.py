@@ -14,6 +14,7 @@ import msgspec
 
 from extproc import __version__, log, router_arguments
 from extproc.config import Config, load, policy_default
+from extproc.config_file import flag_name, placed_later
 from extproc.errors import ConfigError
 from extproc.resilience_options import ResilienceOptions
 from extproc.security_options import SecurityOptions
@@ -29,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return command(parsed)
     except ConfigError as error:
-        sys.stderr.write(f"vllm-extproc: {error}\n")
+        given = vars(parsed)
+        path = given.get("config") or given.get("config_file")
+        sys.stderr.write(f"vllm-extproc: {placed_later(str(error), path, given)}\n")
         return 1
     except BrokenPipeError:
         return 1
@@ -135,7 +138,7 @@ def config_from(parsed: argparse.Namespace) -> Config:
 
 
 def _flag_names(field: str) -> list[str]:
-    names = [f"--{field.replace('_', '-')}"]
+    names = [flag_name(field)]
     # These read better in the singular when given once, or several times.
     singular = {
         "session_headers": "--session-header",

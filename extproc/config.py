@@ -476,12 +476,17 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     def _check_workers(self) -> None:
+        for option in ("worker_urls", "worker_dns"):
+            try:
+                _ = [WorkerUrl.parse(url) for url in getattr(self, option)]
+            except ValueError as error:
+                raise ValueError(f"{option}: {error}") from error
         self.weights()
         self.aliases()
         self.dns_names()
         for url in self.workers():
             if self.is_own_address(url):
-                raise ValueError(f"worker URL {str(url)!r} is this router itself")
+                raise ValueError(f"worker_urls: {str(url)!r} is this router itself")
         if self.worker_tls_server_name:
             check_tls_name(self.worker_tls_server_name)
 
@@ -539,7 +544,7 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         for worker in workers:
             seen = ranks.setdefault(worker.url, set())
             if worker.rank in seen or (seen and None in {worker.rank, *seen}):
-                raise ValueError(f"worker URL {str(worker)!r} is given twice")
+                raise ValueError(f"worker_urls: {str(worker)!r} is given twice")
             seen.add(worker.rank)
         return workers
 
@@ -692,8 +697,7 @@ def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
         config = msgspec.convert(values, Config)
         build_policy(config)
     except (msgspec.ValidationError, ConfigError) as error:
-        where = "" if file is None else file.where(str(error), flags)
-        raise ConfigError(f"{where}{error}") from error
+        raise ConfigError(config_file.placed(str(error), file, flags)) from error
     return config
 
 

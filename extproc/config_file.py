@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
+from yaml.reader import ReaderError
 
 from extproc.errors import ConfigError
 
@@ -21,10 +22,14 @@ MAX_FILE_BYTES = 16 * 2**20
 # is not, brackets nested a thousand deep.
 _FAULTS = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError, RecursionError)
 
-_PLACE = re.compile(r"`\$\.(\w+)[^`]*`|unknown field `(\w+)`")
+_PLACE = re.compile(r"`\$\.(\w+)[^`]*`|unknown field `([^`]+)`")
 """How msgspec names a field."""
 
+_AT_FIELD = re.compile(r" - at `\$\.(\w+)`$")
 _NAME = re.compile(r"[a-z_0-9]+")
+
+_TOKEN = re.compile(r"'(?:<[a-z ]+>|[]\[{},:?-])'")
+"""What YAML's grammar is made of, as PyYAML quotes it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,19 +41,38 @@ class ConfigFile:
     lines: Mapping[str, int]
     """By key, counted from 1."""
 
-    def where(self, reason: str, flags: Collection[str]) -> str:
-        """Return where the option stands that *reason* speaks of, as the beginning of a sentence.
+    def where(self, names: Iterable[str]) -> str:
+        """Return where the first of *names* that is here stands, as the beginning of a sentence."""
+        line = next((self.lines[name] for name in names if name in self.lines), None)
+        return f"{self.path}: " if line is None else f"{self.path}, line {line}: "
 
-        That is the file and the line; nothing when the option came from one of the *flags*.
-        """
-        found = _PLACE.search(reason)
-        names = [*(found.groups() if found else ()), *_NAME.findall(reason.partition(":")[0])]
-        for name in names:
-            if name in flags:
-                return ""
-            if name in self.lines:
-                return f"{self.path}, line {self.lines[name]}: "
-        return f"{self.path}: "
+
+def placed(reason: str, file: ConfigFile | None, flags: Collection[str]) -> str:
+    """Return *reason* with the place of the option that it speaks of: one of the *flags*, or where it stands in *file*."""
+    found = _PLACE.search(reason)
+    names = [*(found.groups() if found else ()), *_NAME.findall(reason.partition(":")[0])]
+    flag = next((name for name in names if name in flags), None)
+    if flag is not None:
+        told = _AT_FIELD.sub("", reason).removeprefix(f"{flag}: ")
+        return f"{flag_name(flag)}: {told}"
+    return reason if file is None else f"{file.where(filter(None, names))}{reason}"
+
+
+def placed_later(reason: str, path: Path | None, flags: Collection[str]) -> str:
+    """Return *reason*, of an option's file that cannot be used, with the line that names that file."""
+    option = reason.partition(":")[0].removeprefix("--").replace("-", "_")
+    if path is None or option in flags or not reason.startswith("--"):
+        return reason
+    try:
+        file = read(path)
+    except ConfigError:  # it has changed since
+        return reason
+    return f"{file.where([option])}{reason}" if option in file.lines else reason
+
+
+def flag_name(option: str) -> str:
+    """Return the flag that sets *option*."""
+    return f"--{option.replace('_', '-')}"
 
 
 def read(path: Path) -> ConfigFile:
@@ -60,14 +84,19 @@ def read(path: Path) -> ConfigFile:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    text = _text(path, content)
     try:
-        text = content.decode("utf-8-sig")
         lines = _lines(path, yaml.compose(text, Loader=yaml.SafeLoader))
         values = yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_reason(error)}") from None
     except ConfigError:
         raise
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{path} is not YAML: a character that may not be in line {line}"
+        ) from None
     except (yaml.YAMLError, *_FAULTS) as error:
         # Its own text may hold a value.
         raise ConfigError(f"{path} is not YAML: {type(error).__name__}") from None
@@ -78,6 +107,16 @@ def read(path: Path) -> ConfigFile:
     return ConfigFile(path, values, lines)
 
 
+def _text(path: Path, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text") from None
+    if not text.strip():  # rather one that is being written than one that takes all workers away
+        raise ConfigError(f"{path} is empty; a file without options holds {{}} or a comment")
+    return text
+
+
 def _lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
     """Return the line of each key; ``ConfigError`` when one is there twice, which YAML would not tell."""
     lines: dict[str, int] = {}
@@ -85,15 +124,31 @@ def _lines(path: Path, root: yaml.Node | None) -> dict[str, int]:
         for key, _ in root.value:
             line = key.start_mark.line + 1
             if key.value in lines:
+                name = key.value if _NAME.fullmatch(key.value) else "a key"
+                first = lines[key.value]
                 raise ConfigError(
-                    f"{path}, line {line}: {key.value} is given twice, first in line {lines[key.value]}"
+                    f"{path}, line {line}: {name} is given twice, first in line {first}"
                 )
             lines[key.value] = line
     return lines
 
 
 def _reason(error: yaml.MarkedYAMLError) -> str:
-    """Say what is wrong and where, without the line itself: it may hold a secret."""
+    """Say what kind of mistake it is and where, without anything that stands there: it may be a secret."""
     mark = error.problem_mark or error.context_mark
     where = "" if mark is None else f" in line {mark.line + 1}, column {mark.column + 1}"
-    return f"{error.problem or error.context}{where}"
+    said = error.problem or error.context or type(error).__name__
+    kind = "".join(_kept(said)).rstrip(" ,:;(") or type(error).__name__
+    return f"{kind}{where}"
+
+
+def _kept(said: str) -> Iterator[str]:
+    """Yield *said* up to the first thing that it quotes of the file."""
+    position = 0
+    for token in _TOKEN.finditer(said):
+        before = said[position : token.start()]
+        if "'" in before or '"' in before:
+            break
+        yield before + token[0]
+        position = token.end()
+    yield re.split("['\"]", said[position:], maxsplit=1)[0]
