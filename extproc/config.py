@@ -143,7 +143,8 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     worker_api_key: Annotated[
         str,
         Meta(
-            description="Bearer token with which the service asks workers for their models and the like."
+            description="Bearer token of the workers: the service asks with it for their models and the like,"
+            " and requests of clients carry it in place of the client's own Authorization."
         ),
     ] = ""
     worker_ca_file: Annotated[

@@ -34,8 +34,8 @@ class ResilienceOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     retry_max_backoff_ms: Annotated[
         Milliseconds,
         Meta(
-            description="Milliseconds that any retry waits at most, also when a worker asks for more with"
-            " Retry-After."
+            description="Milliseconds up to which the bound of the waits doubles; at least the first bound. A worker"
+            " that asks for more with Retry-After is not heeded."
         ),
     ] = 30000
     retry_backoff_multiplier: Annotated[

@@ -22,6 +22,7 @@ from envoy_data_plane.google.protobuf import Any
 from extproc.xds.model import CLIENT_HEADER, SignedTokens
 
 PROVIDER = "issuer"
+SUBJECT = r"[^\x00-\x1f\x7f]+"
 
 
 def build_jwt_authn(auth: SignedTokens, *, keep: bool) -> Any:
@@ -29,8 +30,9 @@ def build_jwt_authn(auth: SignedTokens, *, keep: bool) -> Any:
     provider = JwtProvider(
         issuer=auth.issuer,
         audiences=list(auth.audiences),
-        # Without a subject its owner would be nobody, with no rate and no place in a queue of its own.
-        subjects=StringMatcher(safe_regex=RegexMatcher(regex=".+")),
+        # Without a subject its owner would be nobody, with no rate and no place in a queue of its own. What a
+        # header cannot hold would be refused later, as if the router were at fault.
+        subjects=StringMatcher(safe_regex=RegexMatcher(regex=SUBJECT)),
         require_expiration=True,
         local_jwks=DataSource(inline_string=auth.jwks),
         from_headers=[JwtHeader(name="authorization", value_prefix="Bearer ")],

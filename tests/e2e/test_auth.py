@@ -376,6 +376,23 @@ async def test_token_for_somebody_else_is_refused(
     assert openai_error(response)["code"] == "permission_denied"
 
 
+@pytest.mark.parametrize("name", ["\0", "an\0n", "ann\n", "a\tnn", "ann\x7f", ""])
+async def test_token_with_a_name_that_is_no_header_is_refused(
+    start_router: StartRouter, worker: RawWorker, tmp_path: Path, name: str
+) -> None:
+    """It could not be told to workers; one outside ASCII can."""
+    flags = WAYS["signed token"].flags(tmp_path, worker)
+    router = start_router(worker.urls, *flags)
+    path = unique_path()
+
+    refused = await ask(router.port, "GET", path, [bearer(token(sub=name))])
+    welcome = await ask(router.port, "GET", path, [bearer(token(sub="änn müller"))])
+
+    check_refused(refused, WAYS["signed token"].challenge)
+    assert welcome.status == 200
+    assert len(worker.received(path)) == 1
+
+
 async def test_token_in_the_url_is_none(
     start_router: StartRouter, worker: RawWorker, tmp_path: Path
 ) -> None:
