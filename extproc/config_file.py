@@ -111,7 +111,7 @@ def _text(path: Path, content: bytes) -> str:
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{path} is not YAML: it is not UTF-8 text") from None
     if not text.strip():  # rather one that is being written than one that takes all workers away
         raise ConfigError(f"{path} is empty; a file without options holds {{}} or a comment")
     return text

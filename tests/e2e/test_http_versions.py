@@ -169,3 +169,34 @@ async def test_pick_by_body_sees_the_whole_http2_body(
                 assert response.status == 200
                 port = worker.ports[zlib.crc32(body) % len(worker.ports)]
                 assert worker.only(path).port == port
+
+
+UPGRADE_TO_H2C = (
+    b"GET PATH HTTP/1.1\r\nhost: h\r\nconnection: upgrade, http2-settings\r\nupgrade: h2c\r\n"
+    b"http2-settings: AAMAAABkAAQAAP__\r\n\r\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("head", "version"),
+    [
+        (b"GET PATH\r\n\r\n", b"HTTP/1.0"),
+        (b"GET PATH HTTP/0.9\r\n\r\n", b"HTTP/1.0"),
+        (UPGRADE_TO_H2C, b"HTTP/1.1"),
+    ],
+    ids=["no version", "HTTP/0.9", "upgrade to h2c"],
+)
+async def test_versions_that_nobody_speaks_are_served_as_http_1(
+    router: Router, worker: RawWorker, head: bytes, version: bytes
+) -> None:
+    """As docs/errors.md says: neither is an error."""
+    path = unique_path()
+
+    reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
+    writer.write(head.replace(b"PATH", path.encode()))
+    async with asyncio.timeout(10):
+        status_line = await reader.readline()
+    writer.close()
+
+    assert status_line.startswith(version + b" 200")
+    assert worker.only(path).version == "HTTP/1.1"

@@ -214,6 +214,27 @@ async def test_readiness_fails_before_connections_are_refused(
     assert status == 0
 
 
+@pytest.mark.parametrize("delay_s", ["0", "0.5"])
+async def test_requests_that_wait_are_served(
+    start_policy_router: StartRouter, worker: RawWorker, delay_s: str
+) -> None:
+    """One after the other, as if nothing had happened."""
+    router = start_policy_router(
+        "headers_only", "--max-concurrent-requests", "1", "--shutdown-delay-s", delay_s
+    )
+    go_on = Signal()
+    path = slow_stream(worker, go_on)
+    asked = [asyncio.create_task(ask(router.port, "GET", path)) for _ in range(4)]
+    await until(lambda: router.metrics()("queue_waiting") == 3, 5, "three wait")
+
+    router.send_signal(signal.SIGTERM)
+    await until(lambda: refuses(router.port), 0.5 + AT_ONCE_S, "connections are refused")
+    go_on.set()
+
+    assert [response.status for response in await asyncio.gather(*asked)] == [200] * 4
+    assert await ended(router, 10) == 0
+
+
 async def test_second_signal_skips_the_delay(start_policy_router: StartRouter) -> None:
     """Whoever asks twice is in a hurry."""
     router = start_policy_router("headers_only", "--shutdown-delay-s", "60")
