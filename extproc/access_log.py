@@ -14,7 +14,7 @@ from extproc.attempt import Attempt, Outcome
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
-from extproc.xds.model import ADMIN_CLUSTER, ATTEMPTS_LOG
+from extproc.xds.model import ADMIN_CLUSTER, ATTEMPTS_LOG, LEGS_LOG
 from protos.access_log_pb2 import (
     AccessLogCommon,
     HTTPAccessLogEntry,
@@ -88,18 +88,25 @@ class AccessLogService:
         endpoint = endpoint_of(common)
         status = entry.response.response_code.value
         metrics.count_request(self._worker_url(endpoint) if endpoint else "", str(status))
-        retries = max(0, common.upstream_request_attempt_count - 1)
-        if retries:
-            metrics.retries.inc(retries)
         flags = common.response_flags
         if flags.downstream_connection_termination or flags.downstream_remote_reset:
             metrics.client_aborts.inc()
-        total_s = first_s = 0.0
         if common.HasField("time_to_last_downstream_tx_byte"):
-            total_s = _seconds(common.time_to_last_downstream_tx_byte)
-            metrics.request_seconds.observe(total_s)
+            metrics.request_seconds.observe(_seconds(common.time_to_last_downstream_tx_byte))
         if common.HasField("time_to_first_upstream_rx_byte"):
             metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
+        self._pass_on(entry)
+
+    def record_leg(self, entry: HTTPAccessLogEntry) -> None:
+        """Pass on how a prefill leg ended; it is counted where it was sent."""
+        self._pass_on(entry)
+
+    def _pass_on(self, entry: HTTPAccessLogEntry) -> None:
+        common = entry.common_properties
+        endpoint, flags = endpoint_of(common), common.response_flags
+        retries = max(0, common.upstream_request_attempt_count - 1)
+        if retries:
+            self._metrics.retries.inc(retries)
         last, failed = None, False
         if endpoint:
             outcome = outcome_of(entry)
@@ -107,9 +114,12 @@ class AccessLogService:
             failed = _has_failed(outcome) and not flags.stream_idle_timeout
             if outcome is not Outcome.SUCCEEDED:
                 outcome = Outcome.UNKNOWN
-            started = _start(common)
+            total_s = first_s = 0.0
+            if common.HasField("time_to_last_downstream_tx_byte"):
+                total_s = _seconds(common.time_to_last_downstream_tx_byte)
             if common.HasField("time_to_first_upstream_tx_byte"):
                 first_s = _seconds(common.time_to_first_upstream_tx_byte)
+            started, status = _start(common), entry.response.response_code.value
             last = Attempt(endpoint, outcome, status, started + first_s, started + total_s)
         self._listener.on_ended(last, retries=retries, failed=failed)
 
@@ -165,6 +175,8 @@ class _AccessLogStream:
             return
         if decoded.identifier.log_name == ATTEMPTS_LOG:  # only the first message has a name
             self._record = self._service.record_attempt
+        elif decoded.identifier.log_name == LEGS_LOG:
+            self._record = self._service.record_leg
         for entry in decoded.http_logs.log_entry:
             self._record(entry)
 

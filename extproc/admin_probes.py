@@ -17,7 +17,6 @@ from extproc.admin_endpoint import (
     json_answer,
     openai_error,
 )
-from extproc.discovery.updates import WorkerType
 from extproc.engine import PICKABLE
 from extproc.errors import Refusal, refusal_message, refusal_status
 from extproc.model_list import list_models
@@ -124,7 +123,7 @@ def _served(admin: Admin) -> list[dict[str, Any]] | None:
     healthy = [
         engine
         for engine in admin.fleet.registry.engines
-        if engine.state in PICKABLE and engine.spec.worker_type is WorkerType.REGULAR
+        if engine.state in PICKABLE and admin.fleet.registry.takes_whole(engine)
     ]
     return list_models(healthy, admin.config.aliases()) if healthy else None
 

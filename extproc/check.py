@@ -9,15 +9,14 @@ from collections.abc import Collection
 from pathlib import Path
 
 from extproc.address import Address
-from extproc.config import Config, build_policy
+from extproc.config import Config
 from extproc.discovery import file
 from extproc.discovery.updates import Reset
 from extproc.envoy_binary import find_envoy
-from extproc.envoy_settings import envoy_model, registry_settings
+from extproc.envoy_settings import build_registry, envoy_model
 from extproc.errors import ConfigError
 from extproc.key_sources import read_auth
 from extproc.named_files import check_certificates, check_files
-from extproc.registry import Registry
 from extproc.xds.bootstrap import build_bootstrap, to_yaml
 from extproc.xds.model import ApiKeys, EnvoyModel, NobodyYet, Passwords
 from extproc.xds.snapshot import build_snapshot
@@ -78,7 +77,7 @@ def secrets_of(model: EnvoyModel) -> list[str]:
 
 def check_buildable(config: Config) -> None:
     """Raise ``ConfigError`` when what Envoy must be told cannot even be written down."""
-    registry = Registry(lambda: build_policy(config), registry_settings(config))
+    registry = build_registry(config)
     registry.apply("static", Reset(config.specs()), 0)
     registry.commit(0)
     auth = read_auth(config)
@@ -91,7 +90,7 @@ def check_buildable(config: Config) -> None:
 
 def _model(config: Config) -> tuple[EnvoyModel, list[str]]:
     """Return the data plane of the workers that the configuration names, and what stands in the way."""
-    registry = Registry(lambda: build_policy(config), registry_settings(config))
+    registry = build_registry(config)
     registry.apply("static", Reset(config.specs()), 0)
     if config.worker_file:
         registry.apply("file", Reset(file.load(Path(config.worker_file))), 0)

@@ -16,6 +16,7 @@ from extproc import __version__, log, router_arguments
 from extproc.config import Config, load, policy_default
 from extproc.config_file import flag_name, placed_later
 from extproc.errors import ConfigError
+from extproc.pd_options import PdOptions
 from extproc.resilience_options import ResilienceOptions
 from extproc.security_options import SecurityOptions
 from extproc.sim import command as sim
@@ -77,7 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     sim.add_arguments(sim_worker)
 
     demo = add("demo", _demo, "Try the router with simulated workers.")
-    demo.add_argument("--workers", type=int, default=2, help="simulated workers to start")
+    demo.add_argument(
+        "--workers", type=int, default=2, help="simulated workers to start, of either role"
+    )
     demo.add_argument("--serve", action="store_true", help="send nothing; serve until Ctrl-C")
     add_config_flags(demo)
 
@@ -117,6 +120,7 @@ def option_groups() -> dict[str, list[msgspec.structs.FieldInfo]]:
         "router and workers": [],
         "retries, circuit breakers, limits and queues": [],
         "who may ask, browsers, TLS": [],
+        "prefill/decode disaggregation": [],
     }
     titles = list(found)
     for field in msgspec.structs.fields(Config):
@@ -124,6 +128,8 @@ def option_groups() -> dict[str, list[msgspec.structs.FieldInfo]]:
             found[titles[1]].append(field)
         elif field.name in SecurityOptions.__struct_fields__:
             found[titles[2]].append(field)
+        elif field.name in (*PdOptions.__struct_fields__, "prefill_policy", "decode_policy"):
+            found[titles[3]].append(field)
         else:
             found[titles[0]].append(field)
     return found

@@ -26,11 +26,11 @@ from msgspec import Meta
 from extproc import config_file
 from extproc.address import Address, WorkerUrl, is_ip, is_loopback
 from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
-from extproc.discovery.updates import WorkerSpec
+from extproc.discovery.updates import WorkerSpec, WorkerType
 from extproc.errors import ConfigError
 from extproc.models import is_model_name
+from extproc.pd_options import PdOptions
 from extproc.resilience_options import MAX_WAIT_S
-from extproc.security_options import SecurityOptions
 from extproc.xds.model import CREDENTIAL_HEADERS
 from policies import registry
 from policies.base import Policy
@@ -80,7 +80,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     params: dict[str, Any] = {}
 
 
-class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(PdOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be configured."""
 
     host: Annotated[
@@ -239,6 +239,14 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | PolicyConfig,
         Meta(description="Policy that picks the worker: its name, in a file also {name, params}."),
     ] = "cache_aware"
+    prefill_policy: Annotated[
+        str | PolicyConfig | None,
+        Meta(description="Policy that picks the prefill worker; none: --policy."),
+    ] = None
+    decode_policy: Annotated[
+        str | PolicyConfig | None,
+        Meta(description="Policy that picks the decode worker; none: --policy."),
+    ] = None
     cache_threshold: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
         Meta(description="cache_aware: match ratio that a match must exceed to count."),
@@ -393,7 +401,12 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = ""
 
     def __post_init__(self) -> None:
-        for name in ("grpc_address", "admin_address", "envoy_admin_address"):
+        for name in (
+            "grpc_address",
+            "admin_address",
+            "envoy_admin_address",
+            "prefill_leg_address",
+        ):
             if getattr(self, name) or name != "envoy_admin_address":
                 try:
                     Address.parse(getattr(self, name))
@@ -491,6 +504,33 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.worker_tls_server_name:
             check_tls_name(self.worker_tls_server_name)
 
+        self._check_roles()
+
+    def _check_roles(self) -> None:
+        leg = Address.parse(self.prefill_leg_address)
+        if not leg.path and not is_loopback(leg.host):
+            raise ValueError(
+                "prefill_leg_address: nobody else may connect there: use a Unix socket, or a loopback address"
+            )
+        specs = (*self.prefill_specs(), *self.decode_specs())
+        if specs and not self.vllm_pd_disaggregation:
+            name = "prefill" if self.prefill else "decode"
+            raise ValueError(f"{name}: vllm_pd_disaggregation must be given too")
+        announced = self.discovery_address()
+        if announced and not self.vllm_pd_disaggregation:
+            raise ValueError("vllm_discovery_address: vllm_pd_disaggregation must be given too")
+        keys = [spec.key for spec in specs] + [str(url) for url in self.workers()]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise ValueError(f"worker URL {key!r} is given twice")
+        for spec in specs:
+            if self.is_own_address(spec.url):
+                raise ValueError(f"worker URL {spec.key!r} is this router itself")
+        if self.prefill and not any(
+            (self.decode, self.worker_urls, self.worker_file, self.worker_dns, announced)
+        ):
+            raise ValueError("decode: there must be decode workers beside the prefill workers")
+
     def _check_paths(self) -> None:
         if not HEALTH_PATH.fullmatch(self.health_check_endpoint):
             raise ValueError(
@@ -550,9 +590,10 @@ class Config(SecurityOptions, frozen=True, kw_only=True, forbid_unknown_fields=T
         return workers
 
     def specs(self) -> tuple[WorkerSpec, ...]:
-        """Return ``worker_urls`` with their weights."""
+        """Return ``worker_urls`` with their weights, and the workers of each role."""
         weights = self.weights()
-        return tuple(WorkerSpec(url, weights.get(str(url), 1.0)) for url in self.workers())
+        whole = tuple(WorkerSpec(url, weights.get(str(url), 1.0)) for url in self.workers())
+        return (*whole, *self.prefill_specs(), *self.decode_specs())
 
     def dns_names(self) -> tuple[WorkerUrl, ...]:
         """Return the parsed ``worker_dns``."""
@@ -639,13 +680,17 @@ def check_ip(name: str, host: str) -> None:
         raise ValueError(f"{name}: expected an IP address such as 0.0.0.0 or ::, got {host!r}")
 
 
-def build_policy(config: Config) -> Policy:
-    """Return the configured policy; ``ConfigError`` names what is wrong.
+def build_policy(config: Config, role: WorkerType = WorkerType.REGULAR) -> Policy:
+    """Return the configured policy for workers of *role*; ``ConfigError`` names what is wrong.
 
     Parameters come from ``params`` of the file, else from the option of the same name, else they are the
     policy's own defaults.
     """
-    choice = config.policy
+    by_role = {
+        WorkerType.PREFILL: config.prefill_policy,
+        WorkerType.DECODE: config.decode_policy,
+    }
+    choice = by_role.get(role) or config.policy
     if isinstance(choice, str):
         choice = PolicyConfig(name=choice)
     try:
@@ -696,7 +741,8 @@ def load(path: Path | None, flags: Mapping[str, Any]) -> Config:
     values.update(flags)
     try:
         config = msgspec.convert(values, Config)
-        build_policy(config)
+        for role in WorkerType:
+            build_policy(config, role)
     except (msgspec.ValidationError, ConfigError) as error:
         raise ConfigError(config_file.placed(str(error), file, flags)) from error
     return config

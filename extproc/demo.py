@@ -53,9 +53,14 @@ _console = Console(highlight=False)
 
 
 def run(config: Config, *, workers: int, serve: bool) -> int:
-    """Start *workers* simulated workers and the router; chat through it, or *serve* until Ctrl-C."""
-    if config.worker_urls:
-        raise ConfigError("demo starts its own workers; use `launch` with --worker-urls")
+    """Start *workers* simulated workers and the router; chat through it, or *serve* until Ctrl-C.
+
+    With ``vllm_pd_disaggregation`` there are that many of either role.
+    """
+    if config.worker_urls or config.prefill or config.decode:
+        raise ConfigError("demo starts its own workers; use `launch` with URLs of others")
+    if config.kv_connector == "mooncake":
+        raise ConfigError("demo speaks nixl or nccl; use `launch` with workers of your own")
     if config.tls_client_ca:
         raise ConfigError(
             "demo has no certificate to show to the router; leave --tls-client-ca out"
@@ -74,12 +79,8 @@ async def _run(config: Config, count: int, *, serve: bool) -> int:
     stop = asyncio.Event()
     stop_on_signals(stop)
 
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
-    config = msgspec.structs.replace(config, worker_urls=urls)
+    workers = _name_workers(count, split=config.vllm_pd_disaggregation)
+    config = _with_workers(config, workers)
     # Made before any worker starts: it fails early when there is no Envoy.
     launcher = Launcher(config)
 
@@ -87,9 +88,9 @@ async def _run(config: Config, count: int, *, serve: bool) -> int:
     ready = asyncio.Event()
     status = 0
     try:
-        for number, port in enumerate(ports, start=1):
-            children.append(await _start_worker(number, port))
-        await asyncio.gather(*map(_wait_for_worker, children, ports))
+        for worker in workers:
+            children.append(await _start_worker(worker, config))  # noqa: PERF401  what has started must be stopped
+        await asyncio.gather(*map(_wait_for_worker, children, (w.port for w in workers)))
         async with asyncio.TaskGroup() as tasks:
             router = tasks.create_task(launcher.run(stop, ready.set))
             waiting = tasks.create_task(ready.wait())
@@ -97,7 +98,7 @@ async def _run(config: Config, count: int, *, serve: bool) -> int:
             waiting.cancel()
             if ready.is_set() and not router.done():
                 if serve:
-                    _print_usage(config, launcher.base_url, urls)
+                    _print_usage(config, launcher.base_url, workers)
                 else:
                     tasks.create_task(_chat_and_stop(launcher.base_url, stop))
     except* ConfigError as group:
@@ -110,20 +111,45 @@ async def _run(config: Config, count: int, *, serve: bool) -> int:
     return status
 
 
-async def _start_worker(number: int, port: int) -> Child:
-    name = f"worker-{number}"
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "extproc",
-        "sim-worker",
-        "--port",
-        str(port),
-        "--name",
-        name,
+@dataclasses.dataclass(frozen=True, slots=True)
+class _SimWorker:
+    name: str
+    role: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+def _name_workers(count: int, *, split: bool) -> list[_SimWorker]:
+    """Return *count* workers on free ports; *split*: so many that prefill and so many that decode."""
+    roles = ("prefill", "decode") if split else ("both",)
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count * len(roles))]
+    ports = iter([sock.getsockname()[1] for sock in sockets])
+    for sock in sockets:
+        sock.close()
+    return [
+        _SimWorker(f"{role if split else 'worker'}-{number}", role, next(ports))
+        for role in roles
+        for number in range(1, count + 1)
     ]
-    return await Child.start(name, [*command, "--model", MODEL], quiet=True)
+
+
+def _with_workers(config: Config, workers: list[_SimWorker]) -> Config:
+    def urls(role: str) -> tuple[str, ...]:
+        return tuple(worker.url for worker in workers if worker.role == role)
+
+    return msgspec.structs.replace(
+        config, worker_urls=urls("both"), prefill=urls("prefill"), decode=urls("decode")
+    )
+
+
+async def _start_worker(worker: _SimWorker, config: Config) -> Child:
+    flags = ["--port", str(worker.port), "--name", worker.name, "--model", MODEL]
+    flags += ["--role", worker.role, "--kv-connector", config.kv_connector]
+    command = [sys.executable, "-P", "-m", "extproc", "sim-worker", *flags]
+    return await Child.start(worker.name, command, quiet=True)
 
 
 async def _wait_for_worker(child: Child, port: int) -> None:
@@ -139,14 +165,15 @@ async def _wait_for_worker(child: Child, port: int) -> None:
     raise ConfigError(f"{child.name} ended while starting")
 
 
-def _print_usage(config: Config, base_url: str, urls: tuple[str, ...]) -> None:
+def _print_usage(config: Config, base_url: str, workers: list[_SimWorker]) -> None:
     policy = config.policy if isinstance(config.policy, str) else config.policy.name
     print(f"Router ready on {base_url} (policy {policy})")
-    for number, url in enumerate(urls, start=1):
-        print(f"  worker-{number}  {url}")
+    width = max(len(worker.name) for worker in workers)
+    for worker in workers:
+        print(f"  {worker.name:<{width}}  {worker.url}")
     if config.prometheus_port:
         metrics = join_host_port(bind_ip(config.prometheus_host), config.prometheus_port)
-        print(f"  metrics   http://{metrics}/metrics")
+        print(f"  {'metrics':<{width}}  http://{metrics}/metrics")
     tls = bool(config.tls_cert)
     usage = USAGE.format(
         base_url=base_url,

@@ -135,6 +135,9 @@ class Engine:
     refused: bool = False
     """Whether it refuses the connections of this service, which it has answered before: it is not there."""
 
+    kv_engine_ids: dict[int, str] = dataclasses.field(default_factory=dict)
+    """What its Mooncake connector calls the engine, by rank; empty while that is not known."""
+
     cluster: str = ""
     """The Envoy cluster through which it is reached; empty before it is in one."""
 

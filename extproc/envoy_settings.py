@@ -8,10 +8,17 @@ from extproc.address import Address
 from extproc.admission import Limits
 from extproc.circuit import CircuitRules
 from extproc.clusters import ClusterView
-from extproc.config import Config, bind_ip
+from extproc.config import Config, bind_ip, build_policy
+from extproc.discovery.updates import WorkerType
+from extproc.pd.connector import Connector
+from extproc.pd.mooncake import Mooncake
+from extproc.pd.nccl import Nccl
+from extproc.pd.nixl import Nixl
+from extproc.pd.topology import Topology
 from extproc.pool import NO_LIMIT
-from extproc.registry import Settings
+from extproc.registry import Registry, Settings
 from extproc.resilience_options import ResilienceOptions
+from extproc.router import SplitRules
 from extproc.xds.model import (
     SYSTEM_CA_FILES,
     Access,
@@ -99,8 +106,38 @@ def envoy_model(
         slow_start_s=config.slow_start_secs,
         client_tls=client_tls(config),
         certificates=certificates,
+        prefill_address=(
+            Address.parse(config.prefill_leg_address) if config.vllm_pd_disaggregation else None
+        ),
         events_dir=config.envoy_events_dir,
     )
+
+
+def split_rules(config: Config) -> SplitRules | None:
+    """Return which requests are split between prefill and decode workers; None: none."""
+    if not config.vllm_pd_disaggregation:
+        return None
+    topology = Topology(config.pd_topology) if config.pd_topology_label else Topology.IGNORE
+    found = connector(config.kv_connector)
+    return SplitRules(
+        connector=found,
+        min_prefill_tokens=config.pd_min_prefill_tokens if found.decodes_whole else 0,
+        topology=topology,
+        label=config.pd_topology_label,
+        fallback=config.pd_fallback == "local" and found.decodes_whole,
+        needs_engine_id=config.kv_connector == "mooncake",
+    )
+
+
+def connector(name: str) -> Connector:
+    """Return the KV connector called *name*."""
+    match name:
+        case "mooncake":
+            return Mooncake()
+        case "nccl":
+            return Nccl()
+        case _:
+            return Nixl()
 
 
 def asks_who(config: Config) -> bool:
@@ -137,6 +174,16 @@ def admission_limits(config: Config) -> Limits:
     )
 
 
+def build_registry(config: Config) -> Registry:
+    """Return an empty registry with the policies of *config*."""
+    main = WorkerType.DECODE if config.vllm_pd_disaggregation else WorkerType.REGULAR
+    return Registry(
+        lambda: build_policy(config, main),
+        registry_settings(config),
+        make_prefill_policy=lambda: build_policy(config, WorkerType.PREFILL),
+    )
+
+
 def registry_settings(config: Config) -> Settings:
     """Return how the registry judges and groups workers."""
     return Settings(
@@ -147,11 +194,18 @@ def registry_settings(config: Config) -> Settings:
         tls_server_name=config.worker_tls_server_name,
         tls_insecure=config.worker_tls_insecure,
         ranks=config.intra_node_data_parallel_size,
+        prefill_ranks=_ranks(config, config.prefill_data_parallel_size),
+        decode_ranks=_ranks(config, config.decode_data_parallel_size),
+        splits=config.vllm_pd_disaggregation,
         global_ranks=config.dp_rank_offset == "global",
         is_router=config.is_own,
         circuits=circuit_rules(config),
         worker_limit=config.max_worker_concurrency or NO_LIMIT,
     )
+
+
+def _ranks(config: Config, of_role: int | None) -> int:
+    return config.intra_node_data_parallel_size if of_role is None else of_role
 
 
 def circuit_rules(config: Config) -> CircuitRules:

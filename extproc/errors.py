@@ -40,13 +40,17 @@ class Refusal(StrEnum):
     MODEL_NOT_FOUND = "model_not_found"
     QUEUE_FULL = "queue_full"
     QUEUE_TIMEOUT = "queue_timeout"
+    PREFILL_FAILED = "prefill_failed"
+    UNREADABLE_BODY = "unreadable_body"
 
 
 def refusal_status(refusal: Refusal) -> int:
     """Return the HTTP status of *refusal*."""
     match refusal:
-        case Refusal.NO_WORKER:
+        case Refusal.NO_WORKER | Refusal.PREFILL_FAILED:
             return 503
+        case Refusal.UNREADABLE_BODY:
+            return 400
         case Refusal.PAYLOAD_TOO_LARGE:
             return 413
         case Refusal.MODEL_NOT_FOUND:
@@ -59,7 +63,7 @@ def refusal_status(refusal: Refusal) -> int:
             assert_never(refusal)
 
 
-def refusal_message(refusal: Refusal) -> str:
+def refusal_message(refusal: Refusal) -> str:  # noqa: PLR0911  one line per refusal
     """Return the sentence for the client: what happened and what to do."""
     match refusal:
         case Refusal.NO_WORKER:
@@ -72,6 +76,10 @@ def refusal_message(refusal: Refusal) -> str:
             return "Too many requests are under way and waiting. Retry after a moment."
         case Refusal.QUEUE_TIMEOUT:
             return "The request waited too long for its turn. Retry later."
+        case Refusal.UNREADABLE_BODY:
+            return "The request body is not JSON in UTF-8 as this router reads it."
+        case Refusal.PREFILL_FAILED:
+            return "No prefill worker could compute the prompt of this request. Retry later."
         case _:
             assert_never(refusal)
 

@@ -42,16 +42,34 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum, auto
 
-from google.protobuf.struct_pb2 import Value
+from google.protobuf.struct_pb2 import Struct, Value
 
 from extproc.admission import GATE, Admission, Place, Ticket
+from extproc.answer_merge import AnswerMerge, plan_merge
 from extproc.errors import ProtocolError, Refusal, error_body, refusal_status
 from extproc.openai import parse_content
+from extproc.pd.connector import Leg, Peer
+from extproc.pd.nccl import is_transfer_id
+from extproc.pd.paths import phase_of
+from extproc.pd.prefill_body import strip_client_params
 from extproc.pool import Lease
-from extproc.router import Decision, Held, Refused, Routed, Router
+from extproc.prefill_legs import LEG_HEADER, LegAnswer, PrefillLeg, PrefillLegs
+from extproc.router import (
+    WHOLE,
+    Decision,
+    Held,
+    Progress,
+    Refused,
+    Relayed,
+    Routed,
+    Router,
+    Split,
+    SplitRules,
+)
 from policies.base import Request
 from protos.core_pb2 import HeaderMap, HeaderValueOption
 from protos.ext_proc_pb2 import (
+    HeaderMutation,
     HttpBody,
     ProcessingMode,
     ProcessingRequest,
@@ -63,6 +81,9 @@ CLUSTER_HEADER = "x-router-cluster"
 
 ENDPOINT_KEY = "x-gateway-destination-endpoint"
 """The ordered endpoints, in dynamic metadata; in full duplex also a header (protocol 004)."""
+
+SHOWN_ID_KEY = "x-router-request-id"
+"""Dynamic metadata: the id that the client is shown, where workers are given another one."""
 
 METADATA_NAMESPACE = "envoy.lb"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
@@ -83,6 +104,12 @@ RANK_NAMESPACE = "vllm.rank"
 """Dynamic metadata: the rank by endpoint, so that a retry elsewhere names the rank that is meant there."""
 
 DEFAULT_MAX_ROUTED_BYTES = 8 * 2**20
+
+MAX_WAIT_S = 3600.0
+"""The longest that a request may wait for an answer of the service: Envoy takes no longer one."""
+
+MAX_LEGS = 3
+"""Prefill workers that are tried one after the other, where Envoy cannot do that."""
 
 MAX_ECHO_BYTES = 62_000
 """Envoy refuses streamed body answers from 64 KiB on; the peers use this figure too."""
@@ -110,6 +137,29 @@ _CONTINUE_RESPONSE_BODY = _continue("response_body")
 _CONTINUE_RESPONSE_TRAILERS = _continue("response_trailers")
 
 
+def _continue_and_show_response() -> bytes:
+    """Return an answer to the headers of a request whose response may have to be changed."""
+    answer = ProcessingResponse()
+    answer.request_headers.SetInParent()
+    answer.mode_override.request_body_mode = ProcessingMode.BUFFERED
+    answer.mode_override.response_header_mode = ProcessingMode.SEND
+    answer.mode_override.response_trailer_mode = ProcessingMode.SEND
+    return answer.SerializeToString()
+
+
+def _stream_response() -> bytes:
+    """Return an answer to the headers of a response whose body is to be changed."""
+    answer = ProcessingResponse()
+    answer.response_headers.response.header_mutation.remove_headers.append("content-length")
+    answer.mode_override.response_body_mode = ProcessingMode.STREAMED
+    answer.mode_override.response_trailer_mode = ProcessingMode.SEND
+    return answer.SerializeToString()
+
+
+_CONTINUE_AND_SHOW_RESPONSE = _continue_and_show_response()
+_STREAM_RESPONSE = _stream_response()
+
+
 def _bare(kind: str) -> bytes:
     message = ProcessingRequest()
     getattr(message, kind).SetInParent()
@@ -127,6 +177,17 @@ def _be_patient(seconds: float) -> bytes:
     return answer.SerializeToString()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Computed:
+    """A prompt that a prefill worker has computed, or is computing."""
+
+    leg: Leg
+    answer: bytes | None
+    """The body of the worker's answer; None: it is not there yet."""
+
+    peer: Peer
+
+
 @dataclasses.dataclass(slots=True)
 class _Asked:
     """A request whose worker is to be picked, with what the answer to Envoy depends on."""
@@ -141,6 +202,21 @@ class _Asked:
 
     end_of_stream: bool | None = None
     """Whether the last of them was the end of the request; None: nothing was collected."""
+
+    progress: Progress = WHOLE
+    """How far it has come, when it may be split."""
+
+    computed: Computed | None = None
+    """What became of its prompt, once that has been with a prefill worker."""
+
+    own_id: str | None = None
+    """The id that it is given, "" when it has the right one; None: not known yet."""
+
+    decode: Routed | None = None
+    """Who generates, where that had to be known first; the lease is taken."""
+
+    renamed: bytes | None = None
+    """The client's body with the model's own name, when that went with the prompt; None: no other name."""
 
 
 class Exchange:
@@ -157,9 +233,12 @@ class Exchange:
         "_ids",
         "_kept",
         "_lease",
+        "_leg_s",
+        "_legs",
         "_max_body_bytes",
         "_max_routed_bytes",
         "_may_wait",
+        "_merge",
         "_mode",
         "_patient",
         "_received_bytes",
@@ -168,6 +247,8 @@ class Exchange:
         "_state",
         "_subset",
         "decision",
+        "is_leg",
+        "leg",
         "ticket",
         "waiting",
     )
@@ -181,13 +262,22 @@ class Exchange:
         max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
         admission: Admission | None = None,
         id_headers: Sequence[str] = (REQUEST_ID_HEADER,),
+        legs: PrefillLegs | None = None,
     ) -> None:
         """Begin.
 
         *ids*: source of request ids. *max_body_bytes*: most that is held of a streamed body.
         *max_routed_bytes*: largest body that the policy is shown. *admission*: who may go on; None: everybody.
         *id_headers*: of those that the client sent, the first is the request's id.
+        *legs*: where prefill legs are kept until Envoy asks about them; None: nothing is split.
         """
+        self.is_leg = False
+        """Whether this is itself a prefill leg, not a client's request."""
+        self.leg: PrefillLeg | None = None
+        """The prefill leg under way: the owner sends it, and calls ``on_leg`` with the answer."""
+        self._legs = legs
+        self._merge: AnswerMerge | None = None
+        """What is to be done with the response."""
         self.decision: Decision | None = None
         """What was decided; None until then."""
         self.waiting = False
@@ -225,7 +315,7 @@ class Exchange:
         come at this point: the caller must then end the stream with an error, never with OK, which
         Envoy takes for "continue without me".
         """
-        if self.waiting:
+        if self.waiting or self._awaits_leg:
             return self._keep(message, now)
         if self._mode is None:
             self._learn_modes(message)
@@ -238,7 +328,7 @@ class Exchange:
             case "request_trailers":
                 answers = self._on_request_trailers(now)
             case "response_headers":
-                answers = [_CONTINUE_RESPONSE_HEADERS]
+                answers = self._on_response_headers(message)
             case "response_body":
                 answers = self._on_response_body(message.response_body)
             case "response_trailers":
@@ -255,12 +345,16 @@ class Exchange:
             return []
         answers: list[bytes] = []
         if asked is not None:
-            found = self._router.decide(asked.request, now, subset=self._subset)
+            found = self._router.decide(
+                asked.request, now, subset=self._subset, progress=asked.progress
+            )
             if isinstance(found, Held):
                 return self._wait_on(ticket, found.place, now)
             self._admission.leave(ticket, now, served=True)
             self.waiting, self._asked = False, None
-            answers = self._answer(asked, found, now)
+            answers = self._follow(asked, found, now)
+            if self.waiting or self._awaits_leg:
+                return answers
         elif ticket.place == GATE:
             self._admission.pass_gate(ticket, now)
             self._admitted = True
@@ -271,11 +365,69 @@ class Exchange:
                 return self._wait_on(ticket, place, now)
             self._admission.leave(ticket, now, served=True)
             self.waiting = False
+        return answers + self._catch_up(now)
+
+    def on_leg(self, answer: LegAnswer, now: float) -> list[bytes]:
+        """Take the answer to ``leg``, and go on."""
+        leg, asked, rules = self.leg, self._asked, self._router.split_rules
+        if leg is None or rules is None:
+            return []
+        self.leg = None
+        if self._legs is not None:
+            self._legs.drop(leg)  # Envoy may never have asked about it
+        body = answer.body if answer.succeeded else None
+        if leg.leg.concurrent:  # the other leg has not waited for it
+            rules.connector.learn(leg.peer, body)
+            return []
+        if asked is None:
+            return []
+        self._asked = None
+        answers = self._go_on(asked, leg, answer, rules, now)
+        if self.waiting or self._awaits_leg:
+            return answers
+        return answers + self._catch_up(now)
+
+    def _go_on(
+        self, asked: _Asked, leg: PrefillLeg, answer: LegAnswer, rules: SplitRules, now: float
+    ) -> list[bytes]:
+        """Decide what follows the prefill leg of *asked*."""
+        first = leg.decision.workers[0]
+        if answer.refused:
+            relayed = Relayed(answer.status, answer.body, answer.content_type, answer.retry_after)
+            return self._answer(asked, relayed, now)
+        if answer.succeeded:
+            worker = self._router.who_served(leg.decision, answer.served)
+            asked.progress = Progress(whole=True, near=worker)
+            peer = leg.peer if worker is first else self._router.peer(worker)
+            asked.computed = Computed(leg.leg, answer.body, peer)
+        else:
+            failed = (*asked.progress.failed, first)
+            if leg.once and len(failed) < MAX_LEGS:
+                asked.progress = Progress(failed=failed)
+            elif rules.fallback:
+                asked.progress = WHOLE
+            else:
+                return self._answer(asked, Refused(Refusal.PREFILL_FAILED), now)
+        if asked.decode is not None:
+            if asked.progress.whole:
+                return self._answer(asked, asked.decode, now)
+            asked.decode = None
+            self._give_back(now)
+        return self._decide(asked, now)
+
+    def _catch_up(self, now: float) -> list[bytes]:
+        """Take the messages that came while it waited."""
+        answers: list[bytes] = []
         kept, self._kept = self._kept, []
         self._received_bytes = 0
         for message in kept:
             answers += self.receive(ProcessingRequest.FromString(message), now)
         return answers
+
+    @property
+    def _awaits_leg(self) -> bool:
+        """Whether nothing can be answered before the prefill leg is over."""
+        return self.leg is not None and not self.leg.leg.concurrent and self.decision is None
 
     def give_up(self, now: float) -> list[bytes]:
         """Refuse the request: it has waited long enough, or nobody may wait any more."""
@@ -295,7 +447,12 @@ class Exchange:
         if self._admitted:
             self._admitted = False
             self._admission.release()
-        lease = self._lease
+        if self.leg is not None and self._legs is not None:
+            self._legs.drop(self.leg)
+        self._give_back(now)
+
+    def _give_back(self, now: float) -> None:
+        lease, self._lease = self._lease, None
         if lease is not None and lease.release(now):
             self._admission.on_room(lease.worker)
 
@@ -314,7 +471,13 @@ class Exchange:
         if self._full_duplex or self._patient:  # in full duplex Envoy's patience has no end
             return []
         self._patient = True
-        return [_be_patient(admission.limits.patience_s)]
+        return [_be_patient(self._longest_wait_s)]
+
+    @property
+    def _longest_wait_s(self) -> float:
+        """How long Envoy must wait for an answer."""
+        leg_s = 0.0 if self._legs is None else self._legs.longest_s
+        return min(self._admission.limits.patience_s + leg_s, MAX_WAIT_S)
 
     def _wait_on(self, ticket: Ticket, place: Place, now: float) -> list[bytes]:
         """Go on waiting, at *place*."""
@@ -369,6 +532,9 @@ class Exchange:
         if self._state is not _State.START:
             raise ProtocolError(f"request headers in state {self._state.name}")
         headers = header_map(message.request_headers.headers)
+        last = message.request_headers.end_of_stream
+        if self._legs is not None and LEG_HEADER in headers:
+            return self._answer_leg(self._legs, headers, now, body_follows=not last)
         if not self._admitted:
             self._admitted = self._admission.enter()
             if not self._admitted and self._may_wait:
@@ -376,17 +542,20 @@ class Exchange:
                 return self._wait(GATE, headers, now)
         self._headers = headers
         self._take_subset(message)
-        last = message.request_headers.end_of_stream
         # What follows a CONNECT is no body and never ends. Envoy has no route for one, and says so.
         tunnel = headers.get(":method") == "CONNECT"
-        wanted = not last and not tunnel and self._collects and self._is_small(headers)
+        small = self._is_small(headers) or self._legs is not None
+        wanted = not last and not tunnel and self._collects and small
         if wanted and self._router.wants_body(headers):
             nobody = self._router.no_worker
             if nobody is not None and self._may_wait:
                 self._kept = [message.SerializeToString()]
                 return self._wait(nobody, headers, now)
             self._state = _State.BODY
-            return [_CONTINUE_REQUEST_HEADERS] if self._buffered else []
+            if not self._buffered:
+                return []
+            splits = self._legs is not None and phase_of(headers.get(":path", ""))
+            return [_CONTINUE_AND_SHOW_RESPONSE if splits else _CONTINUE_REQUEST_HEADERS]
         # A policy that reads bodies must find one, also where none can be had (an upgrade, a tunnel).
         unavailable = (tunnel or not self._collects) and self._router.needs_body
         request = self._request(b"" if last or unavailable else None)
@@ -408,7 +577,9 @@ class Exchange:
                 self._take_subset(message)
                 self._patient = False
                 if self._buffered:
-                    return self._decide(_Asked(self._request(body.body), in_body=True), now)
+                    return self._decide(
+                        self._asked_with(self._request(body.body), in_body=True), now
+                    )
                 return self._collect(body, now)
 
     def _collect(self, body: HttpBody, now: float) -> list[bytes]:
@@ -435,17 +606,41 @@ class Exchange:
             case _State.DECIDED:
                 return [_CONTINUE_REQUEST_TRAILERS]
 
+    def _on_response_headers(self, message: ProcessingRequest) -> list[bytes]:
+        merge = self._merge
+        if merge is None or not self._buffered:
+            return [_CONTINUE_RESPONSE_HEADERS]
+        if not merge.begin(header_map(message.response_headers.headers)):
+            self._merge = None
+            return [_CONTINUE_RESPONSE_HEADERS]
+        return [_STREAM_RESPONSE]
+
     def _on_response_body(self, body: HttpBody) -> list[bytes]:
+        if self._merge is not None and self._buffered:
+            new = self._merge.feed(body.body, last=body.end_of_stream)
+            if new == body.body:
+                return [_CONTINUE_RESPONSE_BODY]
+            answer = ProcessingResponse()
+            mutation = answer.response_body.response.body_mutation
+            if new:
+                mutation.body = new
+            else:
+                mutation.clear_body = True
+            return [answer.SerializeToString()]
         if self._response_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
             return list(_echo_response(body))
         return [_CONTINUE_RESPONSE_BODY]
 
     def _decide_collected(self, now: float, *, end_of_stream: bool) -> list[bytes]:
         chunks, self._chunks = self._chunks, []
-        asked = _Asked(
-            self._request(b"".join(chunks)), chunks=len(chunks), end_of_stream=end_of_stream
-        )
+        asked = self._asked_with(self._request(b"".join(chunks)))
+        asked.chunks, asked.end_of_stream = len(chunks), end_of_stream
         return self._decide(asked, now)
+
+    def _asked_with(self, request: Request, *, in_body: bool = False) -> _Asked:
+        """Return the question of a *request* whose whole body is there."""
+        progress = WHOLE if self._legs is None else Progress()
+        return _Asked(request, in_body, progress=progress)
 
     def _request(self, body: bytes | None) -> Request:
         """Return what the router is asked about, with *body*."""
@@ -461,7 +656,11 @@ class Exchange:
     def _decide(self, asked: _Asked, now: float) -> list[bytes]:
         self._state = _State.DECIDED
         decision = self._router.decide(
-            asked.request, now, subset=self._subset, ahead=self._admission.places
+            asked.request,
+            now,
+            subset=self._subset,
+            ahead=self._admission.places,
+            progress=asked.progress,
         )
         if isinstance(decision, Held):
             self._asked = asked
@@ -469,21 +668,86 @@ class Exchange:
             if not self.waiting:
                 self._asked = None
             return answers
-        return self._answer(asked, decision, now)
+        return self._follow(asked, decision, now)
+
+    def _follow(self, asked: _Asked, found: Decision | Split, now: float) -> list[bytes]:
+        """Do what was found to be right for *asked*."""
+        if isinstance(found, Split):
+            return self._begin_leg(asked, found, now)
+        return self._answer(asked, found, now)
+
+    def _begin_leg(self, asked: _Asked, split: Split, now: float) -> list[bytes]:
+        """Have the prompt computed."""
+        rules, legs, request = self._router.split_rules, self._legs, asked.request
+        worker = split.prefill.workers[0]
+        peer = self._router.peer(worker)
+        leg: Leg | None = None
+        if rules is not None and legs is not None:
+            asked.renamed = split.prefill.body or asked.renamed
+            body = asked.renamed or request.body or b""
+            other = None if split.decode is None else self._router.peer(split.decode.workers[0])
+            leg = rules.connector.prefill(body, request.path, peer, other, self._ids)
+        if leg is None or rules is None or legs is None:
+            asked.progress = WHOLE
+            if split.decode is not None:
+                return self._answer(asked, split.decode, now)
+            return self._decide(asked, now)
+        once = rules.connector.binds_early
+        workers = split.prefill.workers[:1] if once else split.prefill.workers
+        headers = {**request.headers, REQUEST_ID_HEADER: self._own_id(asked)}
+        self.leg = legs.prepare(
+            dataclasses.replace(split.prefill, workers=workers),
+            leg,
+            peer,
+            request.path,
+            headers,
+            once=once,
+        )
+        if leg.concurrent:
+            asked.progress = Progress(whole=True, near=worker)
+            asked.computed = Computed(leg, None, peer)
+            return self._decide(asked, now)
+        if split.decode is not None:
+            asked.decode = split.decode
+            self._lease = split.decode.pool.acquire(split.decode.workers[0])
+        self._asked = asked
+        if self._full_duplex or self._patient:
+            return []
+        self._patient = True
+        return [_be_patient(self._longest_wait_s)]
+
+    def _answer_leg(
+        self, legs: PrefillLegs, headers: Mapping[str, str], now: float, *, body_follows: bool
+    ) -> list[bytes]:
+        """Say where a prefill leg goes, as it was decided."""
+        self.is_leg = True
+        self._state = _State.DECIDED
+        leg = legs.take(headers[LEG_HEADER])
+        if leg is None:
+            return self._refuse(Refused(Refusal.NO_WORKER))
+        self.decision = leg.decision
+        self._lease = leg.decision.pool.acquire(leg.decision.workers[0])
+        granted = self._router.grant_retries(leg.decision, now)
+        # It has the id that it is to have, whatever that looks like.
+        asked = _Asked(Request("POST", leg.path, headers), body_follows=body_follows, own_id="")
+        return [self._routed(asked, leg.decision, retries=0 if leg.once else granted)]
 
     def _answer(self, asked: _Asked, decision: Decision, now: float) -> list[bytes]:
         """Return the answers that carry *decision*."""
+        if isinstance(decision, Routed):
+            decision = self._hand_over(asked, decision)
         if isinstance(decision, Refused):
             return self._refuse(decision)
+        if isinstance(decision, Relayed):
+            return self._relay(decision)
         self.decision = decision
-        self._lease = decision.pool.acquire(decision.workers[0])
-        answer = self._routed(
-            decision,
-            in_body=asked.in_body,
-            body_follows=asked.body_follows,
-            headers=asked.request.headers,
-            retries=self._router.grant_retries(decision, now),
-        )
+        if asked.decode is None:
+            self._lease = decision.pool.acquire(decision.workers[0])
+        retries = self._router.grant_retries(decision, now)
+        if asked.decode is not None:  # the prompt has been computed for this worker alone
+            decision = dataclasses.replace(decision, workers=decision.workers[:1])
+            self.decision, retries = decision, 0
+        answer = self._routed(asked, decision, retries=retries)
         if asked.end_of_stream is None:
             return [answer]
         if self._full_duplex:
@@ -496,16 +760,41 @@ class Exchange:
         new = [decision.body, *(b"" for _ in range(asked.chunks - 1))][: asked.chunks]
         return [answer, *(_replaced_chunk(chunk) for chunk in new)]
 
-    def _routed(
-        self,
-        decision: Routed,
-        *,
-        in_body: bool,
-        body_follows: bool,
-        headers: Mapping[str, str],
-        retries: int | None,
-    ) -> bytes:
+    def _hand_over(self, asked: _Asked, decision: Routed) -> Routed | Refused:
+        """Return *decision* with the body and the id for the worker that generates, if it may have it.
+
+        What a client says of KV transfers is taken away, wherever its request goes.
+        """
+        rules, body = self._router.split_rules, asked.request.body
+        if rules is None or not body:
+            return decision
+        if decision.body is None and asked.renamed is not None:
+            decision = dataclasses.replace(decision, body=asked.renamed)
+        if decision.body is not None:
+            body = decision.body
+        if asked.computed is not None and not decision.apart:
+            computed = asked.computed
+            other = self._router.peer(decision.workers[0])
+            handoff = rules.connector.decode(
+                body, computed.leg, computed.answer, computed.peer, other
+            )
+            endpoint = phase_of(asked.request.path)
+            if computed.answer is not None and endpoint is not None and not handoff.reason:
+                self._merge = plan_merge(body, endpoint, computed.answer)
+            if handoff.body is not None:
+                return dataclasses.replace(
+                    decision, body=handoff.body, request_id=handoff.request_id
+                )
+            decision = dataclasses.replace(decision, request_id=handoff.request_id)
+        stripped = strip_client_params(body)
+        if stripped is None:
+            return Refused(Refusal.UNREADABLE_BODY)
+        return decision if stripped == body else dataclasses.replace(decision, body=stripped)
+
+    def _routed(self, asked: _Asked, decision: Routed, *, retries: int | None) -> bytes:
+        headers = asked.request.headers
         answer = ProcessingResponse()
+        in_body = asked.in_body
         common = (answer.request_body if in_body else answer.request_headers).response
         # The route was chosen before we were asked, without the cluster header.
         common.clear_route_cache = True
@@ -518,18 +807,16 @@ class Exchange:
             if "content-length" in headers:
                 length = str(len(decision.body))
                 _set_header(mutation.set_headers.add(), "content-length", length)
-        request_id = self._request_id(headers)
-        if request_id:
-            _set_header(mutation.set_headers.add(), REQUEST_ID_HEADER, request_id)
+        namespace = answer.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
+        self._set_ids(asked, decision, mutation, namespace)
         if retries is not None:
             _set_header(mutation.set_headers.add(), MAX_RETRIES_HEADER, str(retries))
         if self._full_duplex:
             _set_header(mutation.set_headers.add(), ENDPOINT_KEY, endpoints)
-        elif body_follows and self._buffered:
+        elif asked.body_follows and self._buffered:
             answer.mode_override.request_body_mode = ProcessingMode.NONE
             answer.mode_override.response_trailer_mode = ProcessingMode.SEND
             answer.mode_override.response_header_mode = ProcessingMode.SKIP
-        namespace = answer.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
         namespace.fields[ENDPOINT_KEY].string_value = endpoints
         if first.rank is not None:
             _set_header(mutation.set_headers.add(), RANK_HEADER, str(first.rank))
@@ -539,11 +826,30 @@ class Exchange:
                 ranks.fields[worker.endpoint].string_value = str(worker.rank)
         return answer.SerializeToString()
 
+    def _set_ids(
+        self, asked: _Asked, decision: Routed, mutation: HeaderMutation, metadata: Struct
+    ) -> None:
+        """Say which id the request has, and if that is not for the client's eyes, which one it is shown."""
+        headers = asked.request.headers
+        own_id = self._request_id(headers) if asked.own_id is None else asked.own_id
+        request_id = decision.request_id or own_id
+        if request_id:
+            _set_header(mutation.set_headers.add(), REQUEST_ID_HEADER, request_id)
+        if decision.request_id is not None:
+            shown = own_id or headers.get(REQUEST_ID_HEADER, "")
+            metadata.fields[SHOWN_ID_KEY].string_value = shown
+
+    def _own_id(self, asked: _Asked) -> str:
+        """Return the id of the request as the client shall see it, the same for both legs."""
+        if asked.own_id is None:
+            asked.own_id = self._request_id(asked.request.headers)
+        return asked.own_id or asked.request.headers.get(REQUEST_ID_HEADER, "")
+
     def _request_id(self, headers: Mapping[str, str]) -> str:
         """Return the id that the request is given, "" when it has the right one."""
         for name in self._id_headers:
             value = headers.get(name)
-            if not value:
+            if not value or (self._legs is not None and is_transfer_id(value)):
                 continue
             if name == REQUEST_ID_HEADER:
                 return ""
@@ -566,6 +872,22 @@ class Exchange:
         if refused.retry_after_s is not None:
             later = str(refused.retry_after_s)
             _set_header(immediate.headers.set_headers.add(), RETRY_AFTER_HEADER, later)
+        return [answer.SerializeToString()]
+
+    def _relay(self, relayed: Relayed) -> list[bytes]:
+        self.decision = relayed
+        self._chunks, self._kept = [], []
+        answer = ProcessingResponse()
+        immediate = answer.immediate_response
+        immediate.status.code = relayed.status
+        immediate.body = relayed.body
+        immediate.details = "router_prefill_refused"
+        for name, value in (
+            ("content-type", relayed.content_type),
+            (RETRY_AFTER_HEADER, relayed.retry_after),
+        ):
+            if value:
+                _set_header(immediate.headers.set_headers.add(), name, value)
         return [answer.SerializeToString()]
 
     def _take_subset(self, message: ProcessingRequest) -> None:

@@ -325,6 +325,7 @@ class Launcher:
             grpc_address=f"unix:{self._directory / 'extproc.sock'}",
             admin_address=f"unix:{self._directory / 'admin.sock'}",
             envoy_admin_address=f"unix:{self._directory / 'envoy-admin.sock'}",
+            prefill_leg_address=f"unix:{self._directory / 'prefill.sock'}",
             envoy_events_dir=str(self._directory),
         )
 

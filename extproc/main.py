@@ -18,12 +18,12 @@ from aiohttp import web
 
 from extproc import reload
 from extproc.access_log import AccessLogService
-from extproc.address import Address
+from extproc.address import Address, join_host_port
 from extproc.admin import build_admin_app, build_metrics_app
 from extproc.admission import Admission
 from extproc.certificates import files_of, load_certificates
 from extproc.check import check_buildable
-from extproc.config import Config, bind_ip, build_policy
+from extproc.config import Config, bind_ip
 from extproc.discovery import dns, file, static
 from extproc.discovery.last_known import LastKnown
 from extproc.discovery.names import Names
@@ -32,10 +32,12 @@ from extproc.engine import Memory
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_settings import (
     admission_limits,
+    build_registry,
     client_tls,
     envoy_model,
     registry_settings,
     retry_count,
+    split_rules,
     unheeded_options,
 )
 from extproc.errors import ConfigError
@@ -43,12 +45,16 @@ from extproc.fleet import Fleet
 from extproc.grpc_health import HealthService
 from extproc.grpc_server import GrpcServer
 from extproc.key_sources import KeySources
+from extproc.leg_sender import LegSender
 from extproc.limits import BACKLOG, raise_open_files
+from extproc.log import cap
 from extproc.metrics import Metrics
 from extproc.named_files import check_files
 from extproc.outcomes import Outcomes
+from extproc.pd.nixl import Nixl
+from extproc.prefill_legs import PrefillLegs
 from extproc.readiness import Readiness
-from extproc.registry import Change, Registry
+from extproc.registry import Change
 from extproc.reloading import Reloading
 from extproc.retry_budget import RetryBudget
 from extproc.router import Router
@@ -68,6 +74,7 @@ from extproc.xds.snapshot import build_snapshot
 DRAIN_POLL_S = 0.02
 TICK_S = 0.25
 STATIC_SOURCE = "static"
+ZMQ_SOURCE = "zmq"
 SOURCE_LIMIT_S = 2.0
 """How long a service that remembers nothing waits for its sources, before it tells Envoy that there are no
 workers."""
@@ -90,12 +97,13 @@ class Service:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.registry = Registry(lambda: build_policy(config), registry_settings(config))
+        self.registry = build_registry(config)
         self.fleet = Fleet(self.registry, time.time)
         policy = self.registry.pools[0].policy
         self.metrics = Metrics(policy.name, self.registry)
         self._budget = RetryBudget(ratio=config.retry_budget_ratio, most=retry_count(config))
         self.metrics.watch_retries(self._budget)
+        rules = split_rules(config)
         self._router = Router(
             self.registry,
             random.Random(),
@@ -103,7 +111,15 @@ class Service:
             default_model=config.default_model,
             no_worker_s=config.no_worker_timeout_secs,
             budget=self._budget,
+            split_rules=rules,
         )
+        self._sender: LegSender | None = None
+        legs: PrefillLegs | None = None
+        if config.vllm_pd_disaggregation:
+            leg_s = config.request_timeout_secs
+            legs = PrefillLegs(random.SystemRandom(), longest_s=leg_s)
+            address = Address.parse(config.prefill_leg_address)
+            self._sender = LegSender(address, idle_s=leg_s)
         self._extproc = ExtProcService(
             self._router,
             self.metrics,
@@ -112,6 +128,8 @@ class Service:
             max_routed_bytes=config.max_routed_body,
             admission=Admission(admission_limits(config)),
             id_headers=[name.lower() for name in config.request_id_headers],
+            legs=legs,
+            sender=self._sender,
         )
         self._keys = KeySources(config)
         outcomes = Outcomes(self.fleet, self._budget, self._extproc.look_again)
@@ -144,9 +162,12 @@ class Service:
             self._client,
             interval_s=config.worker_poll_interval_secs,
             rng=random.Random(),
+            asks_engine_ids=rules is not None and rules.needs_engine_id,
         )
         self.fleet.subscribe(self._on_change)
         self.fleet.subscribe(self._let_look_again)
+        if rules is not None and isinstance(rules.connector, Nixl):
+            self.fleet.subscribe(functools.partial(self._keep_identities, rules.connector))
         self.fleet.persist = self._save
 
     async def run(self, stop: asyncio.Event, reloading: Reloading | None = None) -> None:
@@ -160,7 +181,12 @@ class Service:
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
-        async with self._client, self._validator, asyncio.TaskGroup() as tasks:
+        async with (
+            self._client,
+            self._validator,
+            self._sender or contextlib.nullcontext(),
+            asyncio.TaskGroup() as tasks,
+        ):
             background = [
                 tasks.create_task(self._names.run()),
                 tasks.create_task(self._poll.run()),
@@ -288,6 +314,15 @@ class Service:
                 report=functools.partial(_report_dns, url.host),
                 interval_s=config.worker_dns_interval_secs,
             )
+        if address := config.discovery_address():
+            from extproc.discovery import zmq
+
+            sources[ZMQ_SOURCE] = zmq.watch(
+                address,
+                known=lambda: self.registry.named_by(ZMQ_SOURCE),
+                count_refused=self.metrics.count_refused_announcements,
+                report=_report_announcements,
+            )
         return sources
 
     async def _restore(self) -> None:
@@ -350,6 +385,12 @@ class Service:
     def _let_look_again(self, change: Change) -> None:
         """Let requests that wait for a worker look who is there."""
         self._extproc.on_workers(name for engine in change.removed for name in engine.names or ())
+
+    def _keep_identities(self, connector: Nixl, change: Change) -> None:
+        """Forget what was learned of prefill workers that are gone."""
+        if change.removed:
+            urls = [engine.spec.url for engine in self.registry.engines]
+            connector.identities.keep({join_host_port(url.host, url.port) for url in urls})
 
     def _save_later(self) -> None:
         self._save_due = False
@@ -524,3 +565,7 @@ def _report_dns(name: str, reason: str) -> None:
         )
     else:
         log.info("worker name can be looked up again", name=name)
+
+
+def _report_announcements(count: int, reason: str) -> None:
+    log.warning("announcements of workers refused", count=count, last_reason=cap(reason))

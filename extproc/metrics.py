@@ -65,6 +65,7 @@ class Metrics:
             registry=registry,
         )
         self.routed = decisions.labels(policy, "routed")
+        self.relayed = decisions.labels(policy, "relayed")
         self.refused = {refusal: decisions.labels(policy, refusal) for refusal in Refusal}
         self.decision_seconds = Histogram(
             "vllm_extproc_decision_duration_seconds",
@@ -147,6 +148,23 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self._legs = Counter(
+            "vllm_extproc_prefill_legs",
+            "Prefill legs ended, by HTTP status (0: there was no answer).",
+            ["code"],
+            registry=registry,
+        )
+        self._announcements_refused = Counter(
+            "vllm_extproc_announcements_refused",
+            "Messages to the discovery address that did not say who and where a worker is.",
+            registry=registry,
+        )
+        self._leg_seconds = Histogram(
+            "vllm_extproc_prefill_leg_duration_seconds",
+            "From sending a prompt to a prefill worker to its answer.",
+            buckets=REQUEST_BUCKETS_S,
+            registry=registry,
+        )
         self._transitions = Counter(
             "vllm_extproc_circuit_transitions",
             "Changes of a worker's circuit, by what it became: open, half_open or closed.",
@@ -180,6 +198,15 @@ class Metrics:
     def count_validation(self, result: str) -> None:
         """Count a token that was judged."""
         self._validations.labels(result).inc()
+
+    def count_refused_announcements(self, count: int) -> None:
+        """Count messages to the discovery address that were refused."""
+        self._announcements_refused.inc(count)
+
+    def count_leg(self, status: int, seconds: float) -> None:
+        """Count a prefill leg that took *seconds*; *status* 0: there was no answer."""
+        self._legs.labels(str(status)).inc()
+        self._leg_seconds.observe(seconds)
 
     def forget_worker(self, url: str) -> None:
         """Drop the series of a worker that is gone, also those under its address: it was gone by then."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from extproc.discovery.updates import WorkerType
 from extproc.engine import PICKABLE, State
 from extproc.registry import Registry
 
@@ -53,8 +52,10 @@ class Readiness:
         return ReadinessState(True, workers, available=available)
 
     def _none_available(self) -> str:
-        roles = {engine.spec.worker_type for engine in self._registry.engines}
-        if roles and WorkerType.REGULAR not in roles:
+        registry = self._registry
+        if registry.engines and not any(map(registry.takes_whole, registry.engines)):
+            if registry.settings.splits:
+                return "no healthy workers available: there are prefill workers only"
             return "no healthy workers available: prefill and decode workers take no whole requests"
         return "no healthy workers available"
 
@@ -64,8 +65,8 @@ class Readiness:
         workers = available = 0
         for engine in self._registry.engines:
             workers += len(engine.workers) or 1  # one whose name is not resolved has none yet
-            if engine.spec.worker_type is not WorkerType.REGULAR:
-                continue  # takes no whole requests
+            if not self._registry.takes_whole(engine):
+                continue
             if engine.state in PICKABLE or (anyone and engine.state is not State.DRAINING):
                 available += len(engine.workers)
         return workers, available

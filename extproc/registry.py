@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import assert_never
 
+from extproc.address import join_host_port
 from extproc.attempt import Attempt
 from extproc.breakers import Breakers, follow, send_probe
 from extproc.candidates import Roster, choose, find_tripped, make_roster
@@ -39,6 +40,7 @@ from extproc.engine import Engine, Known, Memory, State
 from extproc.errors import WorkerExistsError
 from extproc.model_groups import group_by_models
 from extproc.models import Load, ModelList
+from extproc.pd.connector import Peer
 from extproc.pool import NO_LIMIT, Pool
 from extproc.verdicts import Verdict, Verdicts
 from policies.base import Policy, Worker
@@ -105,6 +107,15 @@ class Settings:
     ranks: int = 1
     """Data-parallel ranks of each engine; 0: as many as its metrics show."""
 
+    prefill_ranks: int = 1
+    """The same of prefill workers."""
+
+    decode_ranks: int = 1
+    """The same of decode workers."""
+
+    splits: bool = False
+    """Prefill workers compute prompts for the others: decode workers then take whole requests, too."""
+
     global_ranks: bool = False
     """Ranks are numbered over all nodes, not on each."""
 
@@ -117,18 +128,32 @@ class Settings:
     is_router: Callable[[str, int], bool] = lambda _address, _port: False
     """Tells whether clients connect to this router at an address and port."""
 
+    def ranks_of(self, role: WorkerType) -> int:
+        """Return the data-parallel ranks of each engine of *role*."""
+        match role:
+            case WorkerType.REGULAR:
+                return self.ranks
+            case WorkerType.PREFILL:
+                return self.prefill_ranks
+            case WorkerType.DECODE:
+                return self.decode_ranks
+            case _:
+                assert_never(role)
+
 
 class Registry:
     """The workers and their pools."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0915  one line per field
         self,
         make_policy: Callable[[], Policy],
         settings: Settings | None = None,
+        *,
+        make_prefill_policy: Callable[[], Policy] | None = None,
     ) -> None:
         """Make an empty registry.
 
-        *make_policy* makes the policy of a new pool.
+        *make_policy* makes the policy of a new pool, *make_prefill_policy* that of one of prefill workers.
         """
         self.settings = settings or Settings()
         self.verdicts = Verdicts()
@@ -137,7 +162,11 @@ class Registry:
         """The pools; the first takes the requests that name no model."""
 
         self.role_pools: tuple[Pool, ...] = ()
-        """Pools of prefill and decode workers, which take no whole requests."""
+        """Pools of workers that take no whole requests: prefill workers, and decode workers where requests
+        are not split."""
+
+        self.prefill_pools: tuple[Pool, ...] = ()
+        """Those of prefill workers."""
 
         self.accepts: Callable[[str], bool] = lambda _cluster: True
         """Tells whether a connected Envoy has a cluster. The service sets it."""
@@ -155,6 +184,7 @@ class Registry:
         """Whether a request's model makes no difference."""
 
         self._make_policy = make_policy
+        self._make_prefill_policy = make_prefill_policy or make_policy
         self._remembered: dict[str, Known] = {}
         self._resumes: dict[str, float] = {}
         """When the circuits of an earlier run are tried again, by key of a worker."""
@@ -167,6 +197,7 @@ class Registry:
         self._engines: dict[str, Engine] = {}
         self._by_endpoint: dict[str, list[Engine]] = {}
         self._pool_of_model: dict[str, Pool] = {}
+        self._prefill_pool_of_model: dict[str, Pool] = {}
         self._addresses: dict[str, str] = {}
         self._unresolved: dict[str, str] = {}
         self._seen: tuple[Engine, ...] = ()
@@ -177,7 +208,7 @@ class Registry:
 
         self._by_order: dict[int, Engine] = {}
         self._rosters: dict[Pool, Roster] = {}
-        self._ranked = self.settings.ranks != 1
+        self._ranked = any(self.settings.ranks_of(role) != 1 for role in WorkerType)
         """Whether any worker was a rank so far."""
 
         self._placed: list[Engine] = []
@@ -206,6 +237,10 @@ class Registry:
         """Return the worker known as *key*."""
         return self._engines.get(key)
 
+    def named_by(self, source: str) -> Collection[WorkerSpec]:
+        """Return the workers that a discovery source names."""
+        return self._sources.get(source, {}).values()
+
     def hosts(self) -> set[str]:
         """Return the host names that must be resolved."""
         return {e.spec.url.host for e in self._engines.values() if e.spec.url.is_named}
@@ -218,6 +253,61 @@ class Registry:
     def pool_of(self, model: str) -> Pool | None:
         """Return the pool that serves *model*, or None when nobody is known to."""
         return self._pool_of_model.get(model)
+
+    def prefill_pool_of(self, model: str) -> Pool | None:
+        """Return the pool of prefill workers for *model* ("": any); None when there is none."""
+        found = self._prefill_pool_of_model.get(model)
+        if found is None and len(self.prefill_pools) == 1 and (not model or self.uniform):
+            return self.prefill_pools[0]
+        return found
+
+    def label_of(self, worker: Worker, label: str) -> str:
+        """Return what *label* of *worker* says, "" when it has none."""
+        engine = self._by_order.get(worker.order)
+        labels = engine.spec.labels if engine is not None else ()
+        return next((text for key, text in labels if key == label), "")
+
+    def peer(self, worker: Worker) -> Peer:
+        """Return *worker* as the other end of a KV transfer."""
+        engine = self._by_order.get(worker.order)
+        if engine is None:  # it has just gone
+            return Peer(worker.endpoint, worker.rank)
+        spec = engine.spec
+        return Peer(
+            join_host_port(spec.url.host, spec.url.port),
+            worker.rank,
+            spec.zmq_address,
+            spec.bootstrap_port,
+            engine.kv_engine_ids.get(worker.rank or 0, ""),
+        )
+
+    def has_engine_id(self, worker: Worker) -> bool:
+        """Tell whether it is known what Mooncake calls *worker*."""
+        engine = self._by_order.get(worker.order)
+        return engine is not None and (worker.rank or 0) in engine.kv_engine_ids
+
+    def prefill_worker(self, endpoint: str, rank: int | None) -> Worker | None:
+        """Return the prefill worker at *endpoint*, of its ranks that one."""
+        found = [
+            worker
+            for engine in self._by_endpoint.get(endpoint, ())
+            if self.role_of(engine) is WorkerType.PREFILL
+            for worker in engine.workers
+        ]
+        return next((w for w in found if w.rank == rank), found[0] if found else None)
+
+    def role_of(self, engine: Engine) -> WorkerType:
+        """Return what *engine* does; where requests are split, who would take whole ones decodes."""
+        role = engine.spec.worker_type
+        return self._main_role if role is WorkerType.REGULAR else role
+
+    def takes_whole(self, engine: Engine) -> bool:
+        """Tell whether *engine* may be given whole requests."""
+        return self.role_of(engine) is self._main_role
+
+    @property
+    def _main_role(self) -> WorkerType:
+        return WorkerType.DECODE if self.settings.splits else WorkerType.REGULAR
 
     def unread_candidates(self) -> tuple[Worker, ...]:
         """Return the candidates of whose models nothing is known; they judge requests for any model."""
@@ -269,9 +359,11 @@ class Registry:
             self._members_changed = True
             if known.pool:
                 if known.pool not in pools:
-                    pools[known.pool] = Pool(known.pool, self._make_policy())
+                    prefills = self.role_of(engine) is WorkerType.PREFILL
+                    make = self._make_prefill_policy if prefills else self._make_policy
+                    pools[known.pool] = Pool(known.pool, make())
                 models = frozenset(known.base) | ({known.spec.model} - {""})
-                self._settled[key] = pools[known.pool], known.spec.worker_type, models or None
+                self._settled[key] = pools[known.pool], self.role_of(engine), models or None
         self.pools = tuple(pools.values())
         self._follow_sources(now)
 
@@ -580,14 +672,16 @@ class Registry:
         for engine in placed:
             engine.workers = tuple(self._workers_of(engine, known))
             self._ranked |= engine.spec.url.rank is not None
-        groups = _grouped(placed)
+        groups = self._grouped(placed)
         pools = self._pools_for(groups)
         before = self._live_pools()
         self._settled = {}
-        roles = Counter(_role(group) for group in groups)
-        for pool, engines in zip(pools, groups, strict=True):
-            self._settle(pool, engines, weights, alone=roles[_role(engines)] == 1)
-        regular = [p for p, g in zip(pools, groups, strict=True) if _role(g) is WorkerType.REGULAR]
+        group_roles = [self.role_of(group[0]) for group in groups]
+        roles = Counter(group_roles)
+        for pool, engines, role in zip(pools, groups, group_roles, strict=True):
+            self._settle(pool, engines, weights, alone=roles[role] == 1)
+        main = self._main_role
+        regular = [p for p, role in zip(pools, group_roles, strict=True) if role is main]
         if not regular:
             kept = next((pool for pool in self.pools if pool not in pools), None)
             regular.append(kept or Pool(DEFAULT_POOL, self._make_policy()))
@@ -595,6 +689,11 @@ class Registry:
             self._rosters[regular[0]] = make_roster((), alone=True)
         self.pools = tuple(regular)
         self.role_pools = tuple(pool for pool in pools if pool not in regular)
+        self.prefill_pools = tuple(
+            pool
+            for pool, role in zip(pools, group_roles, strict=True)
+            if role is WorkerType.PREFILL
+        )
         current = set(self._live_pools())
         self.retired = tuple(pool for pool in (*self.retired, *before) if pool not in current)
         self._rosters = {pool: self._rosters[pool] for pool in current}
@@ -607,6 +706,18 @@ class Registry:
         removed = [engine for engine in self._seen if self._engines.get(engine.key) is not engine]
         self._seen = tuple(self._engines.values())
         return removed
+
+    def _grouped(self, engines: Sequence[Engine]) -> list[list[Engine]]:
+        """Return *engines* by role and by the models that they share."""
+        groups: list[list[Engine]] = []
+        for role in WorkerType:
+            having = [engine for engine in engines if self.role_of(engine) is role]
+            numbers = group_by_models([engine.base_models for engine in having])
+            by_number: dict[int, list[Engine]] = {}
+            for engine, number in zip(having, numbers, strict=True):
+                by_number.setdefault(number, []).append(engine)
+            groups.extend(by_number[number] for number in sorted(by_number))
+        return groups
 
     def _connect(self, now: float) -> None:
         """Give the engines their circuits."""
@@ -626,7 +737,7 @@ class Registry:
         """Make *engines* the members of *pool*; *alone*: no other pool has their role."""
         members: list[tuple[Worker, Engine]] = []
         for engine in engines:
-            self._settled[engine.key] = pool, engine.spec.worker_type, engine.base_models
+            self._settled[engine.key] = pool, self.role_of(engine), engine.base_models
             engine.target = cluster_name(pool.name, engine.spec.url.path)
             engine.cluster = engine.cluster or engine.target
             for worker in engine.workers:
@@ -673,13 +784,19 @@ class Registry:
         self._by_endpoint = {}
         self._by_order = {w.order: engine for engine in self._placed for w in engine.workers}
         self._pool_of_model = {}
+        self._prefill_pool_of_model = {}
         self.uniform = len(self.pools) == 1
         names: frozenset[str] | None = None
         for engine in self._placed:
             self._by_endpoint.setdefault(engine.endpoint, []).append(engine)
             pool = self._settled[engine.key][0]
             own = engine.names
-            if own is None or pool not in self.pools:
+            if own is None:
+                continue
+            if pool in self.prefill_pools:
+                for name in own:
+                    self._prefill_pool_of_model.setdefault(name, pool)
+            if pool not in self.pools:
                 continue
             for name in own:
                 self._pool_of_model.setdefault(name, pool)
@@ -705,9 +822,10 @@ class Registry:
         settings = self.settings
         if engine.spec.url.rank is not None:
             return (engine.spec.url.rank,)
-        if settings.ranks == 1:
+        ranks = settings.ranks_of(engine.spec.worker_type)
+        if ranks == 1:
             return (None,)
-        count = len(engine.ranks) or settings.ranks
+        count = len(engine.ranks) or ranks
         if not count:
             return (None,)
         if not settings.global_ranks:
@@ -739,21 +857,25 @@ class Registry:
     def _earlier_pool(self, engine: Engine, *, as_before: bool) -> Pool | None:
         """Return the pool that *engine* was in; *as_before*: only if it serves one of its models still."""
         pool, role, models = self._settled.get(engine.key, (None, None, None))
-        if role is not engine.spec.worker_type:
+        if role is not self.role_of(engine):
             return None
         shared = (models or frozenset()) & (engine.base_models or frozenset())
         return pool if shared or not as_before else None
 
     def _new_pool(self, engines: Sequence[Engine], taken: Collection[Pool]) -> Pool:
-        role = _role(engines)
-        if role is WorkerType.REGULAR and not any(pool in taken for pool in self.pools):
+        role = self.role_of(engines[0])
+        main = role is self._main_role
+        if main and not any(pool in taken for pool in self.pools):
             return self.pools[0]  # all workers are new
         names = {pool.name for pool in (*taken, *self._live_pools())} | RESERVED_NAMES
         models = next(filter(None, (engine.base_models for engine in engines)), {DEFAULT_POOL})
-        suffix = "" if role is WorkerType.REGULAR else f".{role}"
+        suffix = "" if main else f".{role}"
         name = pool_name(f"{min(models)}{suffix}", names)
         revived = next((pool for pool in self.retired if pool.name == name), None)
-        return revived or Pool(name, self._make_policy())
+        if revived is not None:
+            return revived
+        prefills = role is WorkerType.PREFILL
+        return Pool(name, self._make_prefill_policy() if prefills else self._make_policy())
 
     def _move(self) -> bool:
         """Let workers that belong into another cluster go there; tell whether any did.
@@ -857,23 +979,6 @@ class Registry:
             self.retired = tuple(pool for pool in self.retired if pool.in_flight)
         for key in [key for key, worker in self._departed.items() if not worker.in_flight]:
             del self._departed[key]
-
-
-def _grouped(engines: Sequence[Engine]) -> list[list[Engine]]:
-    """Return *engines* by role and by the models that they share."""
-    groups: list[list[Engine]] = []
-    for role in WorkerType:
-        having = [engine for engine in engines if engine.spec.worker_type is role]
-        numbers = group_by_models([engine.base_models for engine in having])
-        by_number: dict[int, list[Engine]] = {}
-        for engine, number in zip(having, numbers, strict=True):
-            by_number.setdefault(number, []).append(engine)
-        groups.extend(by_number[number] for number in sorted(by_number))
-    return groups
-
-
-def _role(engines: Sequence[Engine]) -> WorkerType:
-    return engines[0].spec.worker_type
 
 
 def _endpoints_in(clusters: Iterable[ClusterView]) -> set[tuple[str, str]]:

@@ -16,6 +16,8 @@ RELOADABLE = frozenset(
     {
         # workers
         "worker_urls",
+        "prefill",
+        "decode",
         "worker_weights",
         "worker_drain_timeout_secs",
         "worker_startup_timeout_secs",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import sys
 from bisect import bisect_left
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 from extproc.absent_models import AbsentModels
@@ -14,6 +15,9 @@ from extproc.admission import Place, Wait
 from extproc.errors import Refusal, refusal_message
 from extproc.json_edit import replace_top_level
 from extproc.model_name import model_name
+from extproc.pd.connector import Connector, Peer
+from extproc.pd.paths import phase_of
+from extproc.pd.topology import Topology, in_zone, with_partners
 from extproc.pool import Pool
 from extproc.registry import Registry
 from extproc.retry_budget import RetryBudget
@@ -42,6 +46,12 @@ class Routed:
     body: bytes | None = None
     """What to send instead of the body that came; None leaves it as it is."""
 
+    request_id: str | None = None
+    """What to send for an id; None: the request's own."""
+
+    apart: bool = False
+    """Whether it is not where the worker that computed the prompt can hand over."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Refused:
@@ -60,7 +70,62 @@ class Refused:
         return self.detail or refusal_message(self.refusal)
 
 
-Decision = Routed | Refused
+@dataclasses.dataclass(frozen=True, slots=True)
+class Relayed:
+    """Answer the client what a prefill worker said of its request."""
+
+    status: int
+    body: bytes
+    content_type: str
+    retry_after: str = ""
+
+
+Decision = Routed | Refused | Relayed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """Let a prefill worker compute the prompt, then ask again who generates."""
+
+    prefill: Routed
+    decode: Routed | None = None
+    """Who generates, where the prefill worker must know."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a request has come that may be split."""
+
+    whole: bool = False
+    """Whether it is to be split no more: it has been, or cannot be."""
+
+    near: Worker | None = None
+    """Who computed the prompt."""
+
+    failed: tuple[Worker, ...] = ()
+    """Prefill workers that it has been to in vain."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SplitRules:
+    """Which requests are split, and how."""
+
+    connector: Connector
+    min_prefill_tokens: int = 0
+    topology: Topology = Topology.IGNORE
+    label: str = ""
+    """The label that holds a worker's zone."""
+
+    fallback: bool = True
+    """Whether a decode worker does all of it when no prefill worker can."""
+
+    needs_engine_id: bool = False
+    """Whether a prefill worker can hand over only when its engine's id is known."""
+
+
+WHOLE = Progress(whole=True)
+CHARS_PER_TOKEN = 4
+"""Of English text; for the estimate of a prompt's length."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +148,16 @@ class _Destination:
     """The model that is served; empty: any."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be decided."""
+
+    request: Request
+    subset: frozenset[str] | None
+    ahead: Container[Place]
+    now: float
+
+
 class Router:
     """Finds the pool of a request and applies its policy. Decides synchronously and does no I/O."""
 
@@ -96,6 +171,7 @@ class Router:
         "_rng",
         "_waits",
         "policy",
+        "split_rules",
     )
 
     def __init__(
@@ -107,13 +183,16 @@ class Router:
         default_model: str = "",
         no_worker_s: float = 0.0,
         budget: RetryBudget | None = None,
+        split_rules: SplitRules | None = None,
     ) -> None:
         """Make a router.
 
         *aliases*: names that clients use for models, replaced in the body. *default_model*: serves requests
         for models that nobody serves, and those that name none. *no_worker_s*: how long requests may wait while
-        there is no worker; 0: they are refused at once. *budget*: of retries; None: Envoy's own suffices.
+        there is no worker; 0: they are refused at once. *budget*: of retries; None: Envoy's own suffices. *split_rules*:
+        None: requests are not split between prefill and decode workers.
         """
+        self.split_rules = split_rules
         self._registry = registry
         self._budget = budget
         self._aliases = aliases or {}
@@ -161,10 +240,12 @@ class Router:
     @property
     def needs_body(self) -> bool:
         """Whether the body of any request can matter; when not, nothing else is asked."""
-        return self.policy.needs_body or self.reads_model
+        return self.policy.needs_body or self.reads_model or self.split_rules is not None
 
     def wants_body(self, headers: Mapping[str, str]) -> bool:
         """Tell whether the body of a request with these *headers* would change its pick."""
+        if self.split_rules is not None:  # also to take away what clients may not say of transfers
+            return True
         if self.reads_model:
             return True
         if not self.policy.needs_body:
@@ -178,39 +259,121 @@ class Router:
         *,
         subset: frozenset[str] | None = None,
         ahead: Container[Place] = (),
-    ) -> Decision | Held:
+        progress: Progress = WHOLE,
+    ) -> Routed | Refused | Held | Split:
         """Pick a worker and its fallbacks for *request*.
 
         *subset*: the endpoints that a gateway allows for this request, as ``ip:port`` or ``ip``
         (any port); None allows all (Endpoint Picker Protocol 004, subset hint).
         *ahead*: where others wait who came first. A request that is held may be asked about again.
+        *progress*: of one that may be split.
         """
-        instead = model = ""
-        if self.reads_model:
-            found = self._destination(request, now)
-            if not isinstance(found, _Destination):
-                return found
-            pool, workers, instead, model = found.pool, found.workers, found.instead, found.model
-        else:
-            pool = self._registry.pools[0]
-            workers = pool.candidates
+        found = (
+            self._whole_destination() if not self.reads_model else self._destination(request, now)
+        )
+        if not isinstance(found, _Destination):
+            return found
         if subset is not None:
-            workers = tuple(w for w in workers if _allowed(w, subset))
-        if not workers:
-            if not self._waits or pool.is_tripped(model):
+            allowed = tuple(w for w in found.workers if _allowed(w, subset))
+            found = dataclasses.replace(found, workers=allowed)
+        if not found.workers:
+            if not self._waits or found.pool.is_tripped(found.model):
                 return Refused(Refusal.NO_WORKER)
-            return Held(_place(Wait.NO_WORKER, pool, model, subset))
+            return Held(_place(Wait.NO_WORKER, found.pool, found.model, subset))
+        asked = _Asked(request, subset, ahead, now)
+        if progress.whole or self.split_rules is None:
+            return self._generate(found, asked, progress.near)
+        return self._split(self.split_rules, found, asked, progress)
+
+    def _whole_destination(self) -> _Destination:
+        pool = self._registry.pools[0]
+        return _Destination(pool, pool.candidates)
+
+    def _generate(
+        self, found: _Destination, asked: _Asked, near: Worker | None = None
+    ) -> Routed | Held:
+        """Pick who answers the request, the whole of it or what follows the prompt; *near*: who computed that."""
+        pool, workers, apart = found.pool, found.workers, False
+        if near is not None and self.split_rules is not None:
+            zone = self._zone_of(near)
+            close = tuple(in_zone(workers, self._zone_of, zone, self.split_rules.topology))
+            workers, apart = close or workers, not close
         others = workers
         if pool.limited:
             workers = tuple(w for w in others if w.in_flight < w.limit)
-            place = _place(Wait.BUSY, pool, model, subset)
-            if not workers or place in ahead:
+            place = _place(Wait.BUSY, pool, found.model, asked.subset)
+            if not workers or place in asked.ahead:
                 return Held(place)
         workers = self._registry.preferred(workers) or workers
-        body = self._rename(request, instead) if instead else None
-        picked = self._pick(pool, workers, others, request, now)
-        pool.on_sent(picked[0], request, now)
-        return Routed(pool, picked, body)
+        body = self._rename(asked.request, found.instead) if found.instead else None
+        picked = self._pick(pool, workers, others, asked.request, asked.now)
+        pool.on_sent(picked[0], asked.request, asked.now)
+        return Routed(pool, picked, body, apart=apart)
+
+    def _split(
+        self, rules: SplitRules, found: _Destination, asked: _Asked, progress: Progress
+    ) -> Routed | Refused | Held | Split:
+        """Pick who computes the prompt, and who generates if that one must know."""
+        prefill = self._prefill(rules, found, asked, progress)
+        if isinstance(prefill, Held | Refused):
+            return prefill
+        if prefill is None:
+            return self._generate(found, asked)
+        if not rules.connector.binds_early:
+            body = self._rename(asked.request, found.instead) if found.instead else None
+            return Split(dataclasses.replace(prefill, body=body))
+        decode = self._generate(found, asked, prefill.workers[0])
+        if isinstance(decode, Held) or decode.apart:
+            return decode
+        return Split(dataclasses.replace(prefill, body=decode.body), decode)
+
+    def _zone_of(self, worker: Worker) -> str:
+        return (
+            ""
+            if self.split_rules is None
+            else self._registry.label_of(worker, self.split_rules.label)
+        )
+
+    def _prefill(
+        self, rules: SplitRules, found: _Destination, asked: _Asked, progress: Progress
+    ) -> Routed | Refused | Held | None:
+        """Pick who computes the prompt; None: whoever generates does it himself."""
+        request = asked.request
+        if request.body is None or phase_of(request.path) is None:
+            return None
+        if _estimated_tokens(request) < rules.min_prefill_tokens:
+            return None
+        pool = self._registry.prefill_pool_of(found.model)
+        workers: Sequence[Worker] = ()
+        if pool is not None:
+            workers = [w for w in pool.candidates_for(found.model) if w not in progress.failed]
+            if rules.needs_engine_id:
+                workers = [w for w in workers if self._registry.has_engine_id(w)]
+            workers = with_partners(workers, found.workers, self._zone_of, rules.topology)
+        if pool is None or not workers:
+            return None if rules.fallback else Refused(Refusal.PREFILL_FAILED)
+        others = chosen = tuple(workers)
+        if pool.limited:
+            chosen = tuple(w for w in others if w.in_flight < w.limit)
+            place = _place(Wait.BUSY, pool, found.model, None)
+            if not chosen or place in asked.ahead:
+                return Held(place)
+        chosen = self._registry.preferred(chosen) or chosen
+        picked = self._pick(pool, chosen, others, request, asked.now)
+        pool.on_sent(picked[0], request, asked.now)
+        return Routed(pool, picked)
+
+    def peer(self, worker: Worker) -> Peer:
+        """Return *worker* as the other end of a KV transfer."""
+        return self._registry.peer(worker)
+
+    def who_served(self, prefill: Routed, endpoint: str) -> Worker:
+        """Return who computed a prompt that was sent as *prefill* says and was answered by *endpoint*."""
+        for worker in prefill.workers:
+            if worker.endpoint == endpoint:
+                return worker
+        # A retry beyond the list; of an engine's ranks it took any.
+        return self._registry.prefill_worker(endpoint, None) or prefill.workers[0]
 
     def grant_retries(self, decision: Routed, now: float) -> int | None:
         """Learn that the request goes where *decision* says, and return how many retries it may have.
@@ -324,6 +487,14 @@ class Router:
 def _place(kind: Wait, pool: Pool, model: str, subset: frozenset[str] | None) -> Place:
     apart = model == _UNREAD or pool.distinguishes(model)
     return Place(kind, pool, model if apart else "", subset)
+
+
+def _estimated_tokens(request: Request) -> int:
+    content = request.content
+    if content is None:  # too large to be read, or not to be understood here
+        return sys.maxsize
+    chars = sum(map(len, content.prompts))
+    return chars if content.tokens else chars // CHARS_PER_TOKEN
 
 
 def _fallbacks(

@@ -14,9 +14,11 @@ from extproc.admission import Admission, Limits
 from extproc.errors import ProtocolError
 from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, REQUEST_ID_HEADER, Exchange
 from extproc.h2.grpc import Call, Method, Status
+from extproc.leg_sender import LegSender
 from extproc.log import cap
 from extproc.metrics import Metrics
-from extproc.router import Refused, Router
+from extproc.prefill_legs import LegAnswer, PrefillLeg, PrefillLegs
+from extproc.router import Refused, Relayed, Router
 from protos.ext_proc_pb2 import ProcessingRequest
 
 PROCESS = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -44,8 +46,13 @@ class ExtProcService:
         max_routed_bytes: int = DEFAULT_MAX_ROUTED_BYTES,
         admission: Admission | None = None,
         id_headers: Sequence[str] = (REQUEST_ID_HEADER,),
+        legs: PrefillLegs | None = None,
+        sender: LegSender | None = None,
     ) -> None:
-        """*admission*: who may go on, None: everybody. See ``Exchange`` for the others."""
+        """*admission*: who may go on, None: everybody. *sender* sends *legs*. See ``Exchange`` for the others."""
+        self.sender = sender
+        self._legs = legs
+        self._tasks: set[asyncio.Task[None]] = set()
         self.metrics = metrics
         self.admission = admission or Admission()
         self.id_headers = tuple(id_headers)
@@ -70,6 +77,7 @@ class ExtProcService:
             max_routed_bytes=self._max_routed_bytes,
             admission=self.admission,
             id_headers=self.id_headers,
+            legs=self._legs,
         )
         return _Process(call, exchange, self)
 
@@ -118,6 +126,24 @@ class ExtProcService:
         if self._look is None:
             self._look = asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._on_look)
 
+    def run_leg(self, process: _Process, leg: PrefillLeg) -> asyncio.Task[None]:
+        """Send *leg* for *process*, which is told the answer."""
+        task = asyncio.get_running_loop().create_task(self._run_leg(process, leg))
+        self._tasks.add(task)  # else nobody holds it
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run_leg(self, process: _Process, leg: PrefillLeg) -> None:
+        started = time.monotonic()
+        if self.sender is None:
+            answer = LegAnswer(reason="nobody sends prefill legs")
+        else:
+            answer = await self.sender.send(leg)
+        self.metrics.count_leg(answer.status, time.monotonic() - started)
+        if not answer.succeeded:
+            log.warning("prefill failed", worker=leg.decision.workers[0].url, reason=answer.reason)
+        process.on_leg(leg, answer)
+
     def _on_look(self) -> None:
         self._look = None
         if self.admission.places:
@@ -137,13 +163,15 @@ class ExtProcService:
 
 
 class _Process:
-    __slots__ = ("_call", "_exchange", "_service", "_timer")
+    __slots__ = ("_call", "_exchange", "_leg", "_sending", "_service", "_timer")
 
     def __init__(self, call: Call, exchange: Exchange, service: ExtProcService) -> None:
         self._call = call
         self._exchange = exchange
         self._service = service
         self._timer: asyncio.TimerHandle | None = None
+        self._leg: PrefillLeg | None = None
+        self._sending: asyncio.Task[None] | None = None
 
     def on_message(self, message: bytes) -> None:
         exchange = self._exchange
@@ -161,6 +189,8 @@ class _Process:
             self._observe(started)
         for answer in answers:
             self._call.send(answer)
+        if exchange.leg is not self._leg:
+            self._send_leg()
         if exchange.waiting is not (self._timer is not None):
             if exchange.waiting:
                 self._begin_to_wait(started)
@@ -175,6 +205,8 @@ class _Process:
         service, exchange = self._service, self._exchange
         left = exchange.waiting
         exchange.close(time.monotonic())
+        if self._sending is not None:
+            self._sending.cancel()  # Envoy then ends the leg, and the worker its work
         if left:
             self._end_wait()
             self._observe_wait()
@@ -189,12 +221,25 @@ class _Process:
         """Answer that it has waited long enough, or that nobody may wait any more."""
         self._go_on(self._exchange.give_up)
 
+    def _send_leg(self) -> None:
+        self._leg = leg = self._exchange.leg
+        if leg is not None:
+            self._sending = self._service.run_leg(self, leg)
+
+    def on_leg(self, leg: PrefillLeg, answer: LegAnswer) -> None:
+        """Take the answer to *leg*."""
+        if leg is self._exchange.leg:
+            self._step(lambda now: self._exchange.on_leg(answer, now))
+
     def _go_on(self, step: Callable[[float], list[bytes]]) -> None:
+        ticket = self._exchange.ticket
+        if ticket is not None and self._exchange.waiting:
+            self._step(step)
+
+    def _step(self, step: Callable[[float], list[bytes]]) -> None:
         exchange = self._exchange
-        ticket = exchange.ticket
-        if ticket is None or not exchange.waiting:
-            return
-        place = ticket.place
+        undecided = exchange.decision is None
+        place = exchange.ticket.place if exchange.ticket is not None else None
         started = time.monotonic()
         try:
             answers = step(started)
@@ -208,12 +253,15 @@ class _Process:
             self._fail()
             self._call.flush()
             return
-        if ticket.place is not place:
+        now_at = exchange.ticket.place if exchange.ticket is not None else None
+        if now_at is not place:
             self._end_wait()
             if exchange.waiting:
                 self._begin_to_wait(started)
                 self._service.turn_away_displaced()
-        if exchange.decision is not None:
+        if exchange.leg is not self._leg:
+            self._send_leg()
+        if undecided and exchange.decision is not None:
             self._observe(started)
         for answer in answers:
             self._call.send(answer)
@@ -252,9 +300,13 @@ class _Process:
     def _observe(self, started: float) -> None:
         metrics = self._service.metrics
         metrics.decision_seconds.observe(time.monotonic() - started)
+        if self._exchange.is_leg:  # part of a request that is counted
+            return
         decision = self._exchange.decision
         if isinstance(decision, Refused):
             metrics.refused[decision.refusal].inc()
+        elif isinstance(decision, Relayed):
+            metrics.relayed.inc()
         else:
             metrics.routed.inc()
         self._observe_wait()

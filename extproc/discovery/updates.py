@@ -33,6 +33,9 @@ class WorkerSpec:
     bootstrap_port: int | None = None
     """Where a prefill worker's KV connector is asked for its address."""
 
+    zmq_address: str = ""
+    """``host:port`` where its P2P-NCCL connector listens, as it announces it."""
+
     labels: tuple[tuple[str, str], ...] = ()
     """Free text for operators, sorted by key."""
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from extproc.pd.prefill_body import strip_client_params, with_params
 
@@ -80,9 +80,11 @@ class Handoff:
 class Connector(Protocol):
     """Writes the two legs the way one kind of KV connector needs them."""
 
-    name: str
-    binds_early: bool
-    """Whether `prefill` needs to know the decode worker."""
+    name: ClassVar[str]
+    binds_early: ClassVar[bool]
+    """Whether `prefill` needs to know the decode worker, and no other one can take its place."""
+    decodes_whole: ClassVar[bool]
+    """Whether a decode worker takes requests whose prompt nobody has computed."""
 
     def prefill(
         self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random

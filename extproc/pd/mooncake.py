@@ -51,6 +51,7 @@ class Mooncake:
 
     name: ClassVar[str] = "mooncake"
     binds_early: ClassVar[bool] = False
+    decodes_whole: ClassVar[bool] = True
 
     def prefill(
         self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random
@@ -66,12 +67,11 @@ class Mooncake:
         edited = endpoint and build_prefill_body(body, endpoint, msgspec.json.encode(params))
         if not edited:
             return None
+        # Who it comes from is known when the leg has been answered: it may have been retried elsewhere.
         decode_params = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "transfer_id": transfer_id,
-            "remote_bootstrap_addr": bootstrap_url(prefill),
-            "remote_engine_id": prefill.engine_id,
         }
         return Leg(edited, decode_params=msgspec.json.encode(decode_params))
 
@@ -81,7 +81,13 @@ class Mooncake:
         """Return the decode leg that fetches the transfer from *prefill*."""
         if answer is None:
             return alone(body, PREFILL_FAILED)
-        return handed(body, leg.decode_params)
+        if not prefill.engine_id:
+            return alone(body, "the engine id of the prefill worker is not known")
+        source = {
+            "remote_bootstrap_addr": bootstrap_url(prefill),
+            "remote_engine_id": prefill.engine_id,
+        }
+        return handed(body, leg.decode_params[:-1] + b"," + msgspec.json.encode(source)[1:])
 
     def learn(self, prefill: Peer, answer: bytes | None) -> None:
         """Do nothing: an answer tells nothing about later requests."""

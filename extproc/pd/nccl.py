@@ -1,7 +1,8 @@
 """P2P-NCCL: the request id tells each worker the address of the other, the body tells nothing.
 
 vLLM's connector reads both addresses out of the id, which has to be the same on both legs. A client's
-own id must never look like one, or it would choose whom a worker connects to: `is_transfer_id`.
+own id must never look like one, or it would choose whom a worker connects to: `is_transfer_id`. A decode
+worker that gets another kind of id fails, in vLLM with its whole engine: it never serves a request alone.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Nccl:
 
     name: ClassVar[str] = "nccl"
     binds_early: ClassVar[bool] = True
+    decodes_whole: ClassVar[bool] = False
 
     def prefill(
         self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random

@@ -76,6 +76,7 @@ class Nixl:
 
     name: ClassVar[str] = "nixl"
     binds_early: ClassVar[bool] = False
+    decodes_whole: ClassVar[bool] = True
 
     identities: Identities = dataclasses.field(default_factory=Identities)
     """What outlasts a request; shared by all that talk to the same workers."""

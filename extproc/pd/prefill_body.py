@@ -10,6 +10,7 @@ client that could would make workers connect to hosts of its choice, or read the
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 
@@ -65,8 +66,12 @@ _EDITS: dict[Endpoint, tuple[Edit, ...]] = {
 }
 
 
-class _Body(msgspec.Struct):
+class _Response(msgspec.Struct):
     previous_response_id: msgspec.Raw = msgspec.Raw()
+
+
+class _Completion(msgspec.Struct):
+    prompt: Any = None
 
 
 def build_prefill_body(body: bytes, endpoint: Endpoint, params: bytes | None) -> bytes | None:
@@ -76,10 +81,13 @@ def build_prefill_body(body: bytes, endpoint: Endpoint, params: bytes | None) ->
     where they are given: however many answers there will be, the prompt is computed once, and only its
     KV blocks matter. ``echo`` and what asks for log probabilities stay, see `extproc.pd.logprobs`.
 
-    None when the request is not to be split: *body* is no JSON object, or it continues an earlier
-    response, which only the worker that gave that one can do.
+    None when the request is not to be split: *body* is no JSON object, it continues an earlier
+    response, which only the worker that gave that one can do, or it is a completion of several prompts,
+    of which *params* could tell only one.
     """
     if endpoint is Endpoint.RESPONSES and _continues(body):
+        return None
+    if endpoint is Endpoint.COMPLETIONS and params is not None and _has_several_prompts(body):
         return None
     own = Remove((PARAMS,)) if params is None else Set((PARAMS,), params)
     return edit_members(body, (own, *_HIDDEN, *_EDITS[endpoint]))
@@ -110,7 +118,15 @@ def strip_client_params(body: bytes) -> bytes | None:
 
 def _continues(body: bytes) -> bool:
     try:
-        previous = msgspec.json.decode(body, type=_Body).previous_response_id
+        previous = msgspec.json.decode(body, type=_Response).previous_response_id
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
     return bytes(previous) not in {b"", b"null"}
+
+
+def _has_several_prompts(body: bytes) -> bool:
+    try:
+        prompt = msgspec.json.decode(body, type=_Completion).prompt
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import structlog
 
+from extproc.discovery.updates import WorkerType
 from extproc.engine import Engine
 from extproc.fleet import Fleet
 from extproc.log import cap
@@ -28,6 +29,7 @@ from extproc.models import (
     parse_metrics,
     parse_models,
 )
+from extproc.pd.mooncake import DEFAULT_BOOTSTRAP_PORT, parse_query
 from extproc.registry import Change
 from extproc.worker_client import (
     Answer,
@@ -48,6 +50,7 @@ GONE_PAUSE_S = 1.0
 """Between two questions to a worker that is not there, at most."""
 
 SERVER_ERROR = 500
+MAX_QUERY_BYTES = 2**20
 
 log = structlog.get_logger(__name__)
 
@@ -63,6 +66,9 @@ class _Followed:
     in_doubt: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when it is to be asked at once."""
 
+    ids_unread: str = ""
+    """Why its engine ids could not be read last time; empty when they could."""
+
     asked: bool = False
     """Whether it has said, or refused to say, what it serves."""
 
@@ -77,7 +83,10 @@ class WorkerPoll:
         *,
         interval_s: float,
         rng: random.Random,
+        asks_engine_ids: bool = False,
     ) -> None:
+        """Poll the workers of *fleet*; *asks_engine_ids*: prefill workers also for Mooncake's engine ids."""
+        self._asks_engine_ids = asks_engine_ids
         self._fleet = fleet
         self._client = client
         self._interval_s = interval_s
@@ -110,6 +119,7 @@ class WorkerPoll:
 
     async def _follow(self, engine: Engine) -> None:
         bounds = FIRST_PAUSE
+        engine.kv_engine_ids = {}
         while True:
             followed = self._followed[engine]
             followed.address = engine.address
@@ -117,7 +127,7 @@ class WorkerPoll:
             if await self._ask(engine):
                 pause_s = self._interval_s * self._rng.uniform(*bounds)
                 bounds = PAUSE
-                if engine.refused:
+                if engine.refused or (self._hands_over(engine) and not engine.kv_engine_ids):
                     pause_s = min(pause_s, GONE_PAUSE_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(pause_s):
@@ -127,8 +137,12 @@ class WorkerPoll:
         """Ask for everything; tell whether *engine* was in one place meanwhile, so that its answers count."""
         # Who has not said how many ranks it has must not be picked.
         ranked = self._fleet.registry.settings.ranks != 1
-        steps = (self._read_models, self._read_metrics)
-        for read in reversed(steps) if ranked else steps:
+        steps = [self._read_models, self._read_metrics]
+        if ranked:
+            steps.reverse()
+        if self._hands_over(engine):
+            steps.insert(0, self._read_engine_ids)  # nothing is split to it before they are known
+        for read in steps:
             if not await read(engine):
                 return False
         return True
@@ -143,6 +157,45 @@ class WorkerPoll:
             engine.loads = {}
         elif answer.ok:
             self._fleet.on_loads(engine, *parse_metrics(answer.body))
+        return True
+
+    def _hands_over(self, engine: Engine) -> bool:
+        """Tell whether *engine* hands prompts over with Mooncake."""
+        return self._asks_engine_ids and engine.spec.worker_type is WorkerType.PREFILL
+
+    async def _read_engine_ids(self, engine: Engine) -> bool:
+        port = engine.spec.bootstrap_port
+        ids: dict[int, str] = {}
+        reason = ""
+        try:
+            answer = await self._client.request(
+                engine,
+                "GET",
+                "/query",
+                timeout_s=TIMEOUT_S if engine.introduced else FIRST_TIMEOUT_S,
+                max_bytes=MAX_QUERY_BYTES,
+                side_port=DEFAULT_BOOTSTRAP_PORT if port is None else port,
+            )
+            reason = "" if answer.ok else f"it answers {answer.status}"
+            if answer.ok:
+                ids = parse_query(answer.body)
+        except (WorkerUnreachableError, ValueError) as error:
+            reason = cap(str(error))
+            if isinstance(error, WorkerUnreachableError) and not isinstance(
+                error, WorkerRefusedError
+            ):
+                ids = engine.kv_engine_ids  # it may only be slow
+        if self._has_moved(engine):
+            return False
+        followed = self._followed[engine]
+        if reason and reason != followed.ids_unread:
+            log.warning(
+                "prefill worker does not say its engine id", worker=engine.key, reason=reason
+            )
+        followed.ids_unread = reason
+        if ids != engine.kv_engine_ids:
+            engine.kv_engine_ids = ids
+            log.info("engine ids of prefill worker", worker=engine.key, ids=len(ids))
         return True
 
     async def _read_models(self, engine: Engine) -> bool:

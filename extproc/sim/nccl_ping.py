@@ -1,7 +1,4 @@
-"""The pings by which a router finds workers with P2P-NCCL: a ZMQ message every second.
-
-pyzmq is not installed with this project; it is needed only where pings are asked for.
-"""
+"""The pings by which a router finds workers with P2P-NCCL: a ZMQ message every second."""
 
 import asyncio
 import contextlib

@@ -28,7 +28,7 @@ from envoy_data_plane.envoy.extensions.access_loggers.grpc.v3 import (
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.xds.bootstrap import EXTPROC_CLUSTER
-from extproc.xds.model import ATTEMPTS_LOG, REQUESTS_LOG
+from extproc.xds.model import ATTEMPTS_LOG, LEGS_LOG, REQUESTS_LOG
 from extproc.xds.wire import seconds
 
 FLUSH_INTERVAL_S = 0.05
@@ -47,6 +47,11 @@ attempt whose client left has no flag."""
 def build_access_log() -> AccessLog:
     """Return the log of finished requests."""
     return _grpc_log(REQUESTS_LOG, FLUSH_INTERVAL_S, BUFFER_BYTES)
+
+
+def build_legs_log() -> AccessLog:
+    """Return the log of prefill legs."""
+    return _grpc_log(LEGS_LOG, FLUSH_INTERVAL_S, BUFFER_BYTES)
 
 
 def build_attempts_log() -> AccessLog:

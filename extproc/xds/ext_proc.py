@@ -25,6 +25,7 @@ from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.exchange import (
+    MAX_WAIT_S,
     METADATA_NAMESPACE,
     RANK_HEADER,
     RANK_NAMESPACE,
@@ -33,13 +34,10 @@ from extproc.exchange import (
     SUBSET_NAMESPACE,
 )
 from extproc.xds.bootstrap import EXTPROC_CLUSTER
-from extproc.xds.model import CREDENTIAL_HEADERS, EnvoyModel
+from extproc.xds.model import CREDENTIAL_HEADERS, SHOWN_CREDENTIALS, EnvoyModel
 from extproc.xds.wire import seconds
 
 FILTER_NAME = "envoy.filters.http.ext_proc"
-
-MAX_WAIT_S = 3600.0
-"""The longest that a request may wait for an answer of the service: Envoy takes no longer one."""
 
 MUTABLE_HEADERS = (
     # CLUSTER_HEADER, ENDPOINT_KEY, MAX_RETRIES_HEADER; Envoy takes no client's own
@@ -58,6 +56,8 @@ _SKIP = ProcessingModeHeaderSendMode.SKIP
 
 def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
     """Return the filter; without *read_body* (protocol upgrades) it hands over headers only."""
+    shown = frozenset[str]() if model.prefill_address is None else SHOWN_CREDENTIALS
+    hidden = [name for name in CREDENTIAL_HEADERS if name not in shown]
     config = ExternalProcessor(
         grpc_service=GrpcService(
             envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=EXTPROC_CLUSTER),
@@ -73,7 +73,7 @@ def build_ext_proc(model: EnvoyModel, *, read_body: bool = True) -> HttpFilter:
         route_cache_action=ExternalProcessorRouteCacheAction.DEFAULT,
         forward_rules=HeaderForwardingRules(
             disallowed_headers=ListStringMatcher(
-                patterns=[StringMatcher(exact=name) for name in CREDENTIAL_HEADERS]
+                patterns=[StringMatcher(exact=name) for name in hidden]
             )
         ),
         mutation_rules=HeaderMutationRules(

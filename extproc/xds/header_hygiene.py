@@ -27,6 +27,8 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
+from extproc.exchange import METADATA_NAMESPACE, SHOWN_ID_KEY
+
 INTERNAL_PREFIXES = ("x-router-", "x-gateway-", "x-envoy-")
 
 LOOKALIKE_PREFIXES = tuple(
@@ -59,16 +61,20 @@ def build_early_hygiene() -> TypedExtensionConfig:
     )
 
 
-def build_header_hygiene(request_id_headers: Iterable[str]) -> HttpFilter:
+def build_header_hygiene(
+    request_id_headers: Iterable[str], *, hides_ids: bool = False
+) -> HttpFilter:
     """Return the filter that is the first to see a request and the last to see its response.
 
     The response gets the request's id: the one that workers were given, else the client's own, out of
-    *request_id_headers*, else a new one.
+    *request_id_headers*, else a new one. *hides_ids*: workers may get another id than clients are shown.
     """
     # The service sets the first, whatever the client has sent it in.
     names = dict.fromkeys((REQUEST_ID_HEADER, *request_id_headers))
     # A name may hold a percent sign, which means something here.
     sources = [f"%REQ({name})%" for name in names if "%" not in name]
+    if hides_ids:
+        sources.insert(0, f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:{SHOWN_ID_KEY})%")
     mutations = Mutations(
         request_mutations=[Rule(remove=name) for name in PRIVATE_REQUEST_HEADERS],
         response_mutations=[

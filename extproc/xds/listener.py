@@ -110,7 +110,7 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
             for extension in build_extensions(model)
         }
     return [
-        build_header_hygiene(model.request_id_headers),
+        build_header_hygiene(model.request_id_headers, hides_ids=model.prefill_address is not None),
         build_worker_address_filter(upgrades=not read_body),
         build_cors(),
         slots[AUTH_SLOT],
@@ -118,11 +118,12 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
         *([build_body_size_limit(model.max_payload_bytes)] if read_body else []),
         build_ext_proc(model, read_body=read_body),
         *build_worker_key_filters(static=static),
-        _router(),
+        build_router(),
     ]
 
 
-def _router() -> HttpFilter:
+def build_router() -> HttpFilter:
+    """Return the last filter, which sends requests to workers."""
     # Keeps x-envoy-* headers, which tell timings and attempts, from workers and clients.
     config = Router(suppress_envoy_headers=True, upstream_log=[build_attempts_log()])
     return HttpFilter(name="envoy.filters.http.router", typed_config=Any.pack(config))

@@ -22,11 +22,17 @@ CLIENT_HEADER = "x-router-client"
 CREDENTIAL_HEADERS = ("authorization", "cookie", "proxy-authorization", "x-api-key", "api-key")
 """No pick depends on them, so Envoy does not show them to the service."""
 
+SHOWN_CREDENTIALS = frozenset({"authorization"})
+"""What of it the service must have where requests are split: both workers get it."""
+
 REQUESTS_LOG = "vllm-extproc"
 """Name of the access log of finished requests."""
 
 ATTEMPTS_LOG = "vllm-extproc-attempts"
 """Name of the access log of attempts that failed."""
+
+LEGS_LOG = "vllm-extproc-legs"
+"""Name of the access log of prefill legs."""
 
 HEALTH_LOG = "health.jsonl"
 """Envoy's log of health checks, in the directory for events."""
@@ -41,6 +47,8 @@ SYSTEM_CA_FILES = (
 
 LISTENER_NAME = "ingress"
 ROUTES_NAME = "ingress"
+PREFILL_LISTENER_NAME = "prefill"
+PREFILL_ROUTES_NAME = "prefill"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -224,6 +232,9 @@ class EnvoyModel:
 
     certificates: Certificates | None = None
     """What SDS hands out for ``client_tls``."""
+
+    prefill_address: Address | None = None
+    """Where this service sends prefill legs; None: requests are not split."""
 
     events_dir: str = ""
     """Where Envoy logs what it finds of workers; empty: nowhere."""

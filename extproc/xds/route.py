@@ -65,7 +65,7 @@ def build_routes(model: EnvoyModel) -> RouteConfiguration:
         *_refused_routes(),
         *(_admin_route(RouteMatch(path=path), path, PROBE_TIMEOUT_S) for path in PROBE_PATHS),
         *_service_routes(model),
-        *_picked_routes(model),
+        *build_picked_routes(model),
         *_unpicked_routes(model),
     ]
     return RouteConfiguration(
@@ -74,7 +74,7 @@ def build_routes(model: EnvoyModel) -> RouteConfiguration:
     )
 
 
-def _picked_routes(model: EnvoyModel) -> Iterator[Route]:
+def build_picked_routes(model: EnvoyModel) -> Iterator[Route]:
     """Yield where requests go that carry a pick: first those whose workers have a base path."""
     for view in model.clusters:
         if view.path:

@@ -17,6 +17,7 @@ from extproc.xds.endpoint import build_endpoints
 from extproc.xds.extensions import build_extensions
 from extproc.xds.listener import build_listener
 from extproc.xds.model import Access, EnvoyModel, RateLimits
+from extproc.xds.prefill_listener import build_prefill_listener, build_prefill_routes
 from extproc.xds.route import build_routes
 from extproc.xds.secrets import build_secrets
 from extproc.xds.worker_tls import tls_addresses
@@ -121,8 +122,10 @@ def _fixed_clusters(settings: EnvoyModel) -> Mapping[str, bytes]:
 
 @functools.lru_cache(maxsize=4)
 def _listener(settings: EnvoyModel) -> Mapping[str, bytes]:
-    listener = build_listener(settings)
-    return {listener.name: bytes(listener)}
+    listeners = [build_listener(settings)]
+    if settings.prefill_address is not None:
+        listeners.append(build_prefill_listener(settings))
+    return {listener.name: bytes(listener) for listener in listeners}
 
 
 @functools.lru_cache(maxsize=4)
@@ -138,8 +141,10 @@ def _secrets(settings: EnvoyModel) -> Mapping[str, bytes]:
 @functools.lru_cache(maxsize=16)
 def _routes(model: EnvoyModel) -> Mapping[str, bytes]:
     """Return the route table of *model*, whose clusters have no endpoints."""
-    routes = build_routes(model)
-    return {routes.name: bytes(routes)}
+    tables = [build_routes(model)]
+    if model.prefill_address is not None:
+        tables.append(build_prefill_routes(model))
+    return {table.name: bytes(table) for table in tables}
 
 
 def check_consistent(

@@ -12,6 +12,7 @@ from extproc.xds.bootstrap import build_bootstrap, extproc_cluster
 from extproc.xds.cluster import build_clusters
 from extproc.xds.listener import build_listener
 from extproc.xds.model import EnvoyModel
+from extproc.xds.prefill_listener import build_prefill_listener, build_prefill_routes
 from extproc.xds.route import build_routes
 from extproc.xds.worker_key import build_worker_key_secret
 
@@ -20,9 +21,11 @@ def build_standalone(model: EnvoyModel, grpc: Address, envoy_admin: Address) -> 
     """Return the bootstrap with listener, routes, clusters and workers inside."""
     config = build_bootstrap(grpc, envoy_admin, model.events_dir)
     del config["dynamic_resources"]
-    listener = build_listener(model, build_routes(model))
+    listeners = [build_listener(model, build_routes(model))]
+    if model.prefill_address is not None:
+        listeners.append(build_prefill_listener(model, build_prefill_routes(model)))
     config["static_resources"] = {
-        "listeners": [plain(listener)],
+        "listeners": [plain(listener) for listener in listeners],
         "clusters": [
             extproc_cluster(config),
             *(plain(cluster) for cluster in build_clusters(model, static=True)),

@@ -29,10 +29,10 @@ def seconds(value: float) -> dt.timedelta:
     return dt.timedelta(seconds=value)
 
 
-def envoy_address(address: Address) -> EnvoyAddress:
-    """Return *address* as Envoy writes it."""
+def envoy_address(address: Address, *, mode: int = 0) -> EnvoyAddress:
+    """Return *address* as Envoy writes it; *mode*: of a socket that it makes, 0 leaves the usual one."""
     if address.path:
-        return EnvoyAddress(pipe=Pipe(path=address.path))
+        return EnvoyAddress(pipe=Pipe(path=address.path, mode=mode))
     return EnvoyAddress(socket_address=SocketAddress(address=address.host, port_value=address.port))
 
 

@@ -15,6 +15,8 @@ STATUSES = {
     Refusal.MODEL_NOT_FOUND: 404,
     Refusal.QUEUE_FULL: 429,
     Refusal.QUEUE_TIMEOUT: 408,
+    Refusal.PREFILL_FAILED: 503,
+    Refusal.UNREADABLE_BODY: 400,
 }
 
 

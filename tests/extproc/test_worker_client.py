@@ -480,3 +480,15 @@ async def test_certificates_that_cannot_be_read_are_an_error_of_the_configuratio
 
     with pytest.raises(ConfigError, match=r"--worker-ca-file: cannot read .*ca\.pem: "):
         WorkerClient(ca_file=str(path))
+
+
+async def test_another_server_of_the_worker_is_shown_no_key(connect, mirror):
+    """It speaks plain HTTP, below no base path, whatever the worker does."""
+    client = await connect(api_key="secret")
+    worker = engine("https://w1.example:1/base")
+
+    answer = await ask(client, worker, "/query", side_port=mirror)
+
+    seen = msgspec.json.decode(answer.body)
+    assert (seen["method"], seen["path"]) == ("GET", "/query")
+    assert "authorization" not in seen["headers"]

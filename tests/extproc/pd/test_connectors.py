@@ -194,6 +194,19 @@ def test_mooncake_decodes_alone_after_a_failure(ids):
     assert handoff == Handoff(STRIPPED[CHAT], reason=PREFILL_FAILED)
 
 
+def test_mooncake_names_who_computed_the_prompt(ids):
+    """The leg may have been retried at another worker; of one without an id nothing can be fetched."""
+    leg = Mooncake().prefill(BODIES[CHAT], CHAT, PREFILL, None, ids)
+    assert leg is not None
+    other = Peer("10.0.0.9:8000", engine_id="e9")
+
+    found = Mooncake().decode(BODIES[CHAT], leg, b"", other, DECODE)
+    unknown = Mooncake().decode(BODIES[CHAT], leg, b"", Peer("10.0.0.9:8000"), DECODE)
+
+    assert b'"http://10.0.0.9:8998","remote_engine_id":"e9"}' in (found.body or b"")
+    assert (unknown.body, bool(unknown.reason)) == (STRIPPED[CHAT], True)
+
+
 def test_bootstrap_server_has_a_default_port():
     """IPv6 stays in brackets."""
     assert bootstrap_url(DECODE) == "http://[fd00::2]:8998"

@@ -35,6 +35,8 @@ def read_model(case: str) -> EnvoyModel:
     """Return the model of *case*."""
     values: dict[str, Any] = yaml.safe_load((GOLDEN / f"{case}.in.yaml").read_text())
     values["admin_address"] = Address.parse(values["admin_address"])
+    if "prefill_address" in values:
+        values["prefill_address"] = Address.parse(values["prefill_address"])
     default, ranked = values.pop("default_pool", "default"), values.pop("ranks", False)
     values["clusters"] = tuple(
         _cluster(value, default=default, ranked=ranked) for value in values["clusters"]

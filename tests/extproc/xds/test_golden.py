@@ -22,6 +22,7 @@ from extproc.xds.endpoint import build_endpoints
 from extproc.xds.extensions import build_extensions
 from extproc.xds.listener import build_listener
 from extproc.xds.model import ClientTls
+from extproc.xds.prefill_listener import build_prefill_listener, build_prefill_routes
 from extproc.xds.route import build_routes
 from extproc.xds.secrets import build_secrets
 from extproc.xds.snapshot import TYPES, build_snapshot
@@ -40,15 +41,16 @@ pytestmark = pytest.mark.slow  # a listener takes its builders half a second
 
 
 def build(kind, model):
+    splits = model.prefill_address is not None
     match kind:
         case "clusters":
             return build_clusters(model)
         case "endpoints":
             return [ClusterLoadAssignment.parse(build_endpoints(view)) for view in model.clusters]
         case "listeners":
-            return [build_listener(model)]
+            return [build_listener(model), *([build_prefill_listener(model)] if splits else [])]
         case "routes":
-            return [build_routes(model)]
+            return [build_routes(model), *([build_prefill_routes(model)] if splits else [])]
         case "secrets":
             return build_secrets(model)
         case "extensions":
@@ -86,7 +88,7 @@ def test_no_golden_file_is_left_over(update_golden):
     needed |= {"rates", "rate_per_key", "cors", "cors_all", "worker_key", "keep_authorization"}
     needed |= {"client_tls", "client_mtls"}
     needed |= {"health", "tls", "tls_insecure", "base_paths", "ranks", "pools"}
-    needed |= {"resilience", "no_resilience"}
+    needed |= {"resilience", "no_resilience", "pd"}
     assert needed <= set(CASES)
 
 

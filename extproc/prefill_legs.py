@@ -1,0 +1,138 @@
+"""Prefill legs: the part of a split request that a prefill worker computes.
+
+The service sends a leg through Envoy, as a request of its own, and Envoy asks the service again where that
+goes: by then it has been decided, and the token in the leg's headers says which decision is meant. So a leg has a
+pick, retries, a lease that ends with its stream and a place in the metrics, like any request.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Mapping
+
+from extproc.pd.connector import Leg, Peer
+from extproc.router import Routed
+
+LEG_HEADER = "x-router-leg"
+"""The token. Envoy takes it only where nobody but the service can connect."""
+
+SERVED_HEADER = "x-router-served"
+"""On the answer of a leg: the endpoint that gave it."""
+
+NOT_SENT = frozenset(
+    {
+        "accept-encoding",  # the answer is read here
+        "connection",
+        "content-encoding",
+        "content-length",
+        "expect",
+        "host",
+        "keep-alive",
+        "range",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "x-data-parallel-rank",
+        "x-request-id",
+    }
+)
+"""Headers of the client that are not about what is asked, or that the router sets itself."""
+
+NOT_SENT_PREFIXES = (":", "x-router-", "x-envoy-", "x-gateway-")
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class PrefillLeg:
+    """One leg, from the decision to its answer."""
+
+    token: str
+    decision: Routed
+    """Where it goes."""
+
+    leg: Leg
+    peer: Peer
+    """The worker that it goes to first."""
+
+    path: str
+    headers: Mapping[str, str]
+    """What is sent, the token included."""
+
+    once: bool = False
+    """Whether only this worker will do, since the leg names it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LegAnswer:
+    """What became of a leg."""
+
+    status: int = 0
+    """0: there was no answer."""
+
+    body: bytes = b""
+    content_type: str = ""
+    retry_after: str = ""
+    served: str = ""
+    """The endpoint that answered; empty when that is not known."""
+
+    reason: str = ""
+    """Why there was none."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the prompt has been computed."""
+        return 200 <= self.status < 300
+
+    @property
+    def refused(self) -> bool:
+        """Whether it is the client's request that the worker does not like."""
+        return 400 <= self.status < 500 and bool(self.served)
+
+
+class PrefillLegs:
+    """The legs that are under way and of which Envoy has yet to ask."""
+
+    def __init__(self, ids: random.Random, *, longest_s: float) -> None:
+        """Make none; tokens are drawn from *ids*, which must not be guessable. *longest_s*: what a leg may take."""
+        self.longest_s = longest_s
+        self._ids = ids
+        self._pending: dict[str, PrefillLeg] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def prepare(
+        self,
+        decision: Routed,
+        leg: Leg,
+        peer: Peer,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        once: bool,
+    ) -> PrefillLeg:
+        """Return the leg to send for a request with these *headers*, its id among them."""
+        token = f"{self._ids.getrandbits(128):032x}"
+        sent = {
+            name: value
+            for name, value in headers.items()
+            if name not in NOT_SENT and not name.startswith(NOT_SENT_PREFIXES)
+        }
+        sent |= {
+            "host": headers.get(":authority", "prefill"),
+            "accept-encoding": "identity",
+            "x-request-id": leg.request_id or headers.get("x-request-id", token),
+            LEG_HEADER: token,
+        }
+        found = PrefillLeg(token, decision, leg, peer, path, sent, once)
+        self._pending[token] = found
+        return found
+
+    def take(self, token: str) -> PrefillLeg | None:
+        """Return the leg of *token*, once; None when there is none."""
+        return self._pending.pop(token, None)
+
+    def drop(self, leg: PrefillLeg) -> None:
+        """Forget *leg*: it is over."""
+        self._pending.pop(leg.token, None)

@@ -1,0 +1,286 @@
+"""Exchanges of requests that are split, and of their prefill legs, message by message."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extproc.discovery.updates import WorkerType
+from extproc.exchange import Exchange
+from extproc.pd.mooncake import Mooncake
+from extproc.pd.nccl import Nccl
+from extproc.pd.nixl import Nixl
+from extproc.prefill_legs import LEG_HEADER, LegAnswer, PrefillLegs
+from extproc.router import Refused, Relayed, Routed, Router, SplitRules
+from policies.round_robin import RoundRobin
+from tests.extproc.envoy_messages import (
+    BUFFERED,
+    POST,
+    announce,
+    bare,
+    common,
+    endpoints,
+    parse,
+    request_body,
+    request_headers,
+    set_headers,
+)
+from tests.fleets import registry_of, spec_of
+
+P1, P2 = "10.0.0.1:8000", "10.0.0.2:8000"
+D1, D2 = "10.0.1.1:8000", "10.0.1.2:8000"
+BODY = b'{"model": "m", "messages": []}'
+PARAMS = b'{"remote_host": "h"}'
+ANSWER = LegAnswer(200, b'{"kv_transfer_params":' + PARAMS + b"}", served=P1)
+FAILED = LegAnswer(reason="reset")
+
+
+class Service:
+    """What the exchanges of one service share."""
+
+    def __init__(self, connector=None, **rules):
+        specs = [
+            *(spec_of(f"http://{e}", worker_type=WorkerType.PREFILL) for e in (P1, P2)),
+            *(spec_of(f"http://{e}", worker_type=WorkerType.DECODE) for e in (D1, D2)),
+        ]
+        self.registry = registry_of(*specs, policy=RoundRobin(), splits=True)
+        self.legs = PrefillLegs(random.Random(3), longest_s=100)
+        found = SplitRules(connector=connector or Nixl(), **rules)
+        aliases = {"alias": "m"}
+        self.router = Router(self.registry, random.Random(1), aliases=aliases, split_rules=found)
+
+    def exchange(self, **options):
+        return Exchange(
+            self.router,
+            ids=random.Random(2),
+            max_body_bytes=10**6,
+            legs=self.legs,
+            **options,
+        )
+
+    def begin(self, body=BODY, headers=POST):
+        """Return an exchange that has got everything, and the answers to the body."""
+        exchange = self.exchange()
+        exchange.receive(announce(request_headers(headers), BUFFERED), 0.0)
+        return exchange, exchange.receive(request_body(body), 0.0)
+
+    def send(self, leg):
+        """Return the exchange of *leg* itself, and Envoy's answer to it."""
+        exchange = self.exchange()
+        answers = exchange.receive(announce(request_headers(leg.headers), BUFFERED), 0.0)
+        return exchange, parse(answers)[0]
+
+    @property
+    def in_flight(self):
+        return {p.name: p.in_flight for p in self.registry.all_pools() if p.in_flight}
+
+
+@pytest.fixture
+def service():
+    return Service()
+
+
+def test_envoy_is_told_to_wait_for_the_prefill(service):
+    """As long as a leg may take; nothing is decided."""
+    exchange, answers = service.begin()
+
+    (answer,) = parse(answers)
+    assert answer.override_message_timeout.seconds >= 100
+    assert exchange.decision is None
+    assert json.loads(exchange.leg.leg.body)["max_tokens"] == 1
+    assert len(service.legs) == 1
+
+
+def test_leg_goes_where_it_was_decided_and_counts_there(service):
+    """Its token is good once."""
+    exchange, _ = service.begin()
+    leg = exchange.leg
+
+    own, answer = service.send(leg)
+    again, refusal = service.send(leg)
+
+    assert own.is_leg
+    assert endpoints(answer) == [P1, P2]
+    assert list(service.in_flight.values()) == [1]
+    assert again.decision is not None
+    assert refusal.immediate_response.status.code == 503
+    own.close(1.0)
+    assert service.in_flight == {}
+
+
+def test_decode_worker_gets_the_clients_body_with_the_parameters(service):
+    """And one unit in flight, until the stream ends."""
+    exchange, _ = service.begin()
+
+    (answer,) = parse(exchange.on_leg(ANSWER, 1.0))
+
+    assert common(answer).body_mutation.body == (
+        b'{"kv_transfer_params":' + PARAMS + b"," + BODY[1:]
+    )
+    assert endpoints(answer) == [D1, D2]
+    assert list(service.in_flight.values()) == [1]
+    exchange.close(2.0)
+    assert service.in_flight == {}
+
+
+@pytest.mark.parametrize("answer", [ANSWER, FAILED])
+@pytest.mark.parametrize("connector", [Nixl, Mooncake])
+def test_alias_is_renamed_also_after_the_prefill(connector, answer):
+    """Whether the prompt was computed elsewhere or not, and when the request is not split at all."""
+    service = Service(connector())
+    exchange, answers = service.begin(BODY.replace(b'"m"', b'"alias"'))
+    if exchange.leg is not None:
+        assert json.loads(exchange.leg.leg.body)["model"] == "m"
+        answers = exchange.on_leg(answer, 1.0)
+
+    (last,) = parse(answers)
+    assert json.loads(common(last).body_mutation.body)["model"] == "m"
+    assert service.router.split_rules is not None
+
+
+def test_failed_prefill_leaves_the_body_alone(service):
+    """The decode worker does all of it."""
+    exchange, _ = service.begin()
+
+    (answer,) = parse(exchange.on_leg(FAILED, 1.0))
+
+    assert not common(answer).HasField("body_mutation")
+    assert isinstance(exchange.decision, Routed)
+    assert endpoints(answer) == [D1, D2]
+
+
+def test_failed_prefill_is_told_where_that_is_wanted():
+    """503, and no worker is occupied."""
+    service = Service(fallback=False)
+    exchange, _ = service.begin()
+
+    (answer,) = parse(exchange.on_leg(FAILED, 1.0))
+
+    assert isinstance(exchange.decision, Refused)
+    assert answer.immediate_response.status.code == 503
+    assert service.in_flight == {}
+
+
+@pytest.mark.parametrize("connector", [Nixl, Nccl])
+def test_refusal_of_a_worker_is_relayed(connector):
+    """Only when a worker gave it: Envoy's own are failures. Nobody is occupied then."""
+    service = Service(connector())
+    exchange, _ = service.begin()
+
+    (answer,) = parse(exchange.on_leg(LegAnswer(422, b"no", "text/x", "9", served=P1), 1.0))
+
+    assert isinstance(exchange.decision, Relayed)
+    assert answer.immediate_response.status.code == 422
+    assert answer.immediate_response.body == b"no"
+    assert set_headers(answer.immediate_response.headers) == {
+        "content-type": b"text/x",
+        "retry-after": b"9",
+    }
+    exchange.close(2.0)
+    assert service.in_flight == {}
+
+
+def test_both_legs_of_nccl_have_the_id_that_names_both_workers():
+    """Nobody else may take the place of either."""
+    service = Service(Nccl(), fallback=False)
+    exchange, _ = service.begin()
+    leg = exchange.leg
+    request_id = leg.headers["x-request-id"]
+
+    own, at_prefill = service.send(leg)
+    (at_decode,) = parse(exchange.on_leg(ANSWER, 1.0))
+
+    assert f"___prefill_addr_{P1}___decode_addr_{D1}_" in request_id
+    assert "x-request-id" not in set_headers(common(at_prefill).header_mutation)
+    mutation = set_headers(common(at_decode).header_mutation)
+    assert mutation["x-request-id"].decode() == request_id
+    assert mutation["x-envoy-max-retries"] == b"0"
+    assert set_headers(common(at_prefill).header_mutation)["x-envoy-max-retries"] == b"0"
+    own.close(2.0)
+    exchange.close(2.0)
+    assert service.in_flight == {}
+
+
+def test_other_prefill_worker_of_nccl_gets_another_leg():
+    """With another id and another choice of decode worker; then nobody is left."""
+    service = Service(Nccl(), fallback=False)
+    exchange, _ = service.begin()
+    first = exchange.leg
+
+    assert exchange.on_leg(FAILED, 1.0) == []
+    second = exchange.leg
+    (answer,) = parse(exchange.on_leg(FAILED, 2.0))
+
+    assert second is not first
+    assert f"prefill_addr_{P1}_" in first.headers["x-request-id"]
+    assert f"prefill_addr_{P2}_" in second.headers["x-request-id"]
+    assert answer.immediate_response.status.code == 503
+    exchange.close(3.0)
+    assert service.in_flight == {}
+
+
+def test_internal_headers_of_a_client_are_not_on_the_leg(service):
+    """Nor what is about the connection."""
+    names = ("x-router-served", "x-envoy-max-retries", "x-gateway-x", "te", "content-length")
+    exchange, _ = service.begin(headers={**POST, **dict.fromkeys(names, "1"), "x-tenant-id": "t"})
+
+    headers = exchange.leg.headers
+    assert headers["x-tenant-id"] == "t"
+    assert headers["x-request-id"] == "client-id"
+    assert headers[LEG_HEADER] == exchange.leg.token
+    assert set(names) & set(headers) == set()
+
+
+def test_client_that_leaves_takes_the_leg_along(service):
+    """Envoy may still ask about it: it goes nowhere."""
+    exchange, _ = service.begin()
+    leg = exchange.leg
+
+    exchange.close(1.0)
+    _, refusal = service.send(leg)
+
+    assert len(service.legs) == 0
+    assert refusal.immediate_response.status.code == 503
+    assert service.in_flight == {}
+
+
+STEPS = st.lists(
+    st.sampled_from(["send", "answer", "fail", "refuse", "trailers", "end leg", "close"]),
+    max_size=8,
+)
+
+
+@pytest.mark.parametrize("connector", [Nixl, Nccl])
+@given(steps=STEPS)
+def test_in_flight_is_zero_after_any_order_of_events(connector, steps):
+    """Whatever ends first, and however often."""
+    service = Service(connector(), fallback=connector is Nixl)
+    exchange, _ = service.begin()
+    legs = []
+    for step in steps:
+        match step:
+            case "send" if exchange.leg is not None:
+                legs.append(service.send(exchange.leg)[0])
+            case "answer":
+                exchange.on_leg(ANSWER, 1.0)
+            case "fail":
+                exchange.on_leg(FAILED, 1.0)
+            case "refuse":
+                exchange.on_leg(LegAnswer(400, served=P1), 1.0)
+            case "trailers" if exchange.decision is not None:
+                exchange.receive(bare("response_trailers"), 1.0)
+            case "end leg" if legs:
+                legs.pop().close(1.0)
+            case "close":
+                exchange.close(1.0)
+                break
+    for leg in legs:
+        leg.close(2.0)
+    exchange.close(2.0)
+
+    assert service.in_flight == {}
+    assert len(service.legs) == 0
