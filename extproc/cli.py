@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import types
 import typing
@@ -196,7 +197,11 @@ def _launch(parsed: argparse.Namespace) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    # Looking for garbage among what is imported takes a tenth of the time that the start takes.
+    gc.disable()
     from extproc import main as service
+
+    gc.enable()
 
     config = config_from(parsed)
     log.configure(config.log_level, config.log_dir, "service")
