@@ -397,5 +397,5 @@ def test_urls_with_credentials_are_refused(start_router: StartRouter) -> None:
     )
 
     assert router.wait(20) == 1
-    assert "api_key_validation_urls" in router.stderr
+    assert "--api-key-validation-urls" in router.stderr
     assert "hidden" not in router.stderr

@@ -161,7 +161,8 @@ def test_streams_that_are_over_leave_no_memory():
     finally:
         tracemalloc.stop()
 
-    assert after - before < 1000
+    # The smallest object is 28 bytes, so a thousand of them show; other threads of the process make some noise.
+    assert after - before < 20_000
     assert len(connection) == 0
 
 
