@@ -233,7 +233,6 @@ class Exchange:
         "_ids",
         "_kept",
         "_lease",
-        "_leg_s",
         "_legs",
         "_max_body_bytes",
         "_max_routed_bytes",
