@@ -69,7 +69,7 @@ MIN_RETRY_CONCURRENCY = 100
 """Retries under way that Envoy allows however few requests are: it only sees the moment. What they come to
 over time the service bounds, request by request (``retry_budget``)."""
 
-TRY_PANIC_PERCENT = 1
+TRY_PANIC_PERCENT = 1.0
 """Share of healthy workers below which health is ignored: none at all."""
 
 MERGE_WINDOW_S = 0.01

@@ -18,6 +18,8 @@ from extproc.xds.snapshot import LISTENER_TYPE, build_snapshot
 OTHERS = {
     "worker_urls": ("http://10.0.0.9:1",),
     "worker_weights": (),
+    "prefill": (),
+    "decode": (),
     "when_none_healthy": "try",
     "model_aliases": ("a=b",),
     "default_model": "m",
@@ -115,6 +117,15 @@ def test_reload_leaves_the_listener_alone(name):
     chosen = {option: other(option) for option in (RELOADABLE if not name else {name})}
 
     assert listener(Config(**chosen)) == listener(Config())
+
+
+def test_other_workers_of_a_role_leave_the_listener_alone():
+    """They are endpoints like any."""
+    before = {"vllm_pd_disaggregation": True, "prefill": ("http://a",), "decode": ("http://b",)}
+    after = {**before, "prefill": ("http://c", "8998"), "decode": ("http://b", "http://d")}
+
+    assert listener(Config(**before)) == listener(Config(**after))
+    assert plan(Config(**before), Config(**after)).held_back == ()
 
 
 @pytest.mark.parametrize("method", ["api_keys_file", "htpasswd_file", "jwt", "urls"])
