@@ -144,6 +144,7 @@ def test_ctrl_c_stops_all_of_it(start_demo: StartDemo) -> None:
     assert "error" not in demo.stderr
 
 
+@pytest.mark.heavy
 def test_demo_over_https(start_demo: StartDemo, tmp_path: Path) -> None:
     """It chats, and what it prints to paste works with a certificate that nobody vouches for."""
     made = Maker(tmp_path).make("demo")

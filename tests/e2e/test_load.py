@@ -34,7 +34,9 @@ def _many_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "cache_aware"])
+@pytest.mark.parametrize(
+    "policy", ["round_robin", pytest.param("cache_aware", marks=pytest.mark.heavy)]
+)
 async def test_1500_streams_open_at_once_all_succeed(
     policy: str, start_router: StartRouter, worker: RawWorker
 ) -> None:
@@ -103,6 +105,7 @@ async def _ask_many(port: int, path: str, count: int) -> list[int]:
     return statuses
 
 
+@pytest.mark.heavy
 async def test_nothing_grows_over_10000_requests(
     start_router: StartRouter, worker: RawWorker
 ) -> None:

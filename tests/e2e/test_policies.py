@@ -47,7 +47,7 @@ async def chat(
 
 
 @pytest.mark.parametrize("policy", SESSION_POLICIES)
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.heavy)])
 async def test_sessions_stick_over_losses_of_workers(
     policy: str, count: int, start_sim: StartSim, start_router: StartRouter
 ) -> None:
@@ -86,7 +86,7 @@ async def test_sessions_stick_over_losses_of_workers(
 
 
 @pytest.mark.parametrize("policy", ["cache_aware", "consistent_hash", "rendezvous_hash"])
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.heavy)])
 async def test_conversations_without_an_id_stick_and_spread(
     policy: str, count: int, start_sim: StartSim, start_router: StartRouter
 ) -> None:
@@ -111,7 +111,7 @@ async def test_conversations_without_an_id_stick_and_spread(
     assert max(by_worker.values()) <= 1.5 * conversations / count
 
 
-@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.heavy)])
 async def test_shared_system_prompt_does_not_gather_all_in_one_place(
     count: int, start_sim: StartSim, start_router: StartRouter
 ) -> None:

@@ -59,7 +59,7 @@ async def load(router: Router, times: list[float], headers: Headers) -> tuple[in
     return passed, time.monotonic() - started
 
 
-@pytest.mark.parametrize("rate", [20, 100])
+@pytest.mark.parametrize("rate", [pytest.param(20, marks=pytest.mark.heavy), 100])
 @pytest.mark.parametrize("flag", ["--rate-limit-tokens-per-second", "--rate-limit-per-key"])
 async def test_rate_holds_under_four_times_the_load(
     start_router: StartRouter, worker: RawWorker, flag: str, rate: int

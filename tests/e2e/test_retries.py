@@ -242,7 +242,7 @@ async def storm(router: Router, path: str, count: int, at_once: int) -> tuple[Co
     return sum(parts, Counter()), time.monotonic() - began
 
 
-@pytest.mark.parametrize("status", [503, 429])
+@pytest.mark.parametrize("status", [503, pytest.param(429, marks=pytest.mark.heavy)])
 async def test_retry_storm_stays_within_the_budget(
     status: int, start_worker: StartWorker, start_router: StartRouter
 ) -> None:

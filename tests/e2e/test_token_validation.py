@@ -97,33 +97,30 @@ async def test_only_vouched_tokens_get_in(start: Start, auth: RawWorker, worker:
     assert "x-router-client" not in first.names()
 
 
-@pytest.mark.parametrize(
-    "headers",
-    [
-        [],
-        [("Authorization", GOOD)],
-        [("Authorization", f"Basic {GOOD}")],
-        [("Authorization", "Bearer")],
-        [("Authorization", "Bearer ")],
-        [("Authorization", f"Bearer {GOOD} x")],
-        [("Authorization", f"Bearer {GOOD},Bearer {GOOD}")],
-        [*bearer("bad"), *bearer(GOOD)],
-        [*bearer(GOOD), *bearer("bad")],
-        [("x-api-key", GOOD)],
-        [("Authorization", f"Bearer {'x' * 9000}")],
-    ],
-)
-async def test_what_is_no_bearer_token(
-    start: Start, auth: RawWorker, worker: RawWorker, headers: list[tuple[str, str]]
-) -> None:
+NO_TOKENS: list[list[tuple[str, str]]] = [
+    [],
+    [("Authorization", GOOD)],
+    [("Authorization", f"Basic {GOOD}")],
+    [("Authorization", "Bearer")],
+    [("Authorization", "Bearer ")],
+    [("Authorization", f"Bearer {GOOD} x")],
+    [("Authorization", f"Bearer {GOOD},Bearer {GOOD}")],
+    [*bearer("bad"), *bearer(GOOD)],
+    [*bearer(GOOD), *bearer("bad")],
+    [("x-api-key", GOOD)],
+    [("Authorization", f"Bearer {'x' * 9000}")],
+]
+
+
+async def test_what_is_no_bearer_token(start: Start, auth: RawWorker, worker: RawWorker) -> None:
     """It is refused and nobody is asked."""
     router = start()
     path = unique_path()
 
-    response = await ask(router.port, "POST", path, headers, b"{}")
+    answers = [await ask(router.port, "POST", path, headers, b"{}") for headers in NO_TOKENS]
 
-    assert response.status == 401
-    assert code_of(response) == "invalid_api_key"
+    assert [answer.status for answer in answers] == [401] * len(NO_TOKENS)
+    assert {code_of(answer) for answer in answers} == {"invalid_api_key"}
     assert worker.begun(path) == 0
     assert auth.begun(CHECK) == 0
 
