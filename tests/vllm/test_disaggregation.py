@@ -30,7 +30,7 @@ def router(
     flags = ("--vllm-pd-disaggregation", "--prefill", prefill.url, "--decode", decode.url)
     router = Router([], tmp_path_factory.mktemp("router"), *flags)
     try:
-        yield router.until_ready(workers=1)
+        yield router.until_ready(workers=2)
         router.stop()
     finally:
         router.end()
