@@ -37,23 +37,52 @@ stream open until the HTTP stream ends (``response_trailer_mode: SEND``).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
-from google.protobuf.struct_pb2 import Struct, Value
+from google.protobuf.struct_pb2 import Struct
 
 from extproc.admission import GATE, Admission, Place, Ticket
-from extproc.answer_merge import AnswerMerge, plan_merge
-from extproc.errors import ProtocolError, Refusal, error_body, refusal_status
+from extproc.answer_merge import AnswerMerge
+from extproc.errors import ProtocolError, Refusal
+from extproc.ext_proc_answers import (
+    CLUSTER_HEADER,
+    CONTINUE_AND_SHOW_RESPONSE,
+    CONTINUE_REQUEST_BODY,
+    CONTINUE_REQUEST_HEADERS,
+    CONTINUE_REQUEST_TRAILERS,
+    CONTINUE_RESPONSE_BODY,
+    CONTINUE_RESPONSE_HEADERS,
+    CONTINUE_RESPONSE_TRAILERS,
+    ENDPOINT_KEY,
+    HANDOVER_KEY,
+    MAX_RETRIES_HEADER,
+    MAX_WAIT_S,
+    METADATA_NAMESPACE,
+    RANK_HEADER,
+    RANK_NAMESPACE,
+    REQUEST_ID_HEADER,
+    REQUEST_TRAILERS,
+    SHOWN_ID_KEY,
+    STREAM_RESPONSE,
+    SUBSET_KEY,
+    SUBSET_NAMESPACE,
+    be_patient,
+    echo_request,
+    echo_response,
+    header_map,
+    parse_subset,
+    refusal,
+    relay,
+    replaced_chunk,
+    set_header,
+)
 from extproc.openai import parse_content
-from extproc.pd.connector import Leg, Peer
 from extproc.pd.nccl import is_transfer_id
 from extproc.pd.paths import phase_of
-from extproc.pd.prefill_body import strip_client_params
 from extproc.pool import Lease
-from extproc.prefill_legs import LEG_HEADER, LegAnswer, PrefillLeg, PrefillLegs
+from extproc.prefill_legs import LEG_HEADER, Handover, LegAnswer, PrefillLeg, PrefillLegs
 from extproc.router import (
     WHOLE,
     Decision,
@@ -64,10 +93,9 @@ from extproc.router import (
     Routed,
     Router,
     Split,
-    SplitRules,
 )
+from extproc.split_request import MAX_LEGS, Asked, Computed, hand_over, prepare_leg, take_answer
 from policies.base import Request
-from protos.core_pb2 import HeaderMap, HeaderValueOption
 from protos.ext_proc_pb2 import (
     HeaderMutation,
     HttpBody,
@@ -76,147 +104,19 @@ from protos.ext_proc_pb2 import (
     ProcessingResponse,
 )
 
-CLUSTER_HEADER = "x-router-cluster"
-"""Names the Envoy cluster (the pool). Envoy removes a client's own before we are asked."""
-
-ENDPOINT_KEY = "x-gateway-destination-endpoint"
-"""The ordered endpoints, in dynamic metadata; in full duplex also a header (protocol 004)."""
-
-SHOWN_ID_KEY = "x-router-request-id"
-"""Dynamic metadata: the id that the client is shown, where workers are given another one."""
-
-METADATA_NAMESPACE = "envoy.lb"
-SUBSET_NAMESPACE = "envoy.lb.subset_hint"
-SUBSET_KEY = "x-gateway-destination-endpoint-subset"
-REQUEST_ID_HEADER = "x-request-id"
-RETRY_AFTER_HEADER = "retry-after"
-
-MAX_RETRIES_HEADER = "x-envoy-max-retries"
-"""How often Envoy may retry the request, when that is not what its route says. Envoy removes it."""
-
 MAX_REQUEST_ID_CHARS = 256
 """A longer value of another header is taken for no id."""
 
-RANK_HEADER = "x-data-parallel-rank"
-"""Tells a vLLM engine which of its data-parallel ranks shall serve."""
-
-RANK_NAMESPACE = "vllm.rank"
-"""Dynamic metadata: the rank by endpoint, so that a retry elsewhere names the rank that is meant there."""
+PREFILL_REFUSED = "router_prefill_refused"
+"""Details of an answer that is a prefill worker's."""
 
 DEFAULT_MAX_ROUTED_BYTES = 8 * 2**20
-
-MAX_WAIT_S = 3600.0
-"""The longest that a request may wait for an answer of the service: Envoy takes no longer one."""
-
-MAX_LEGS = 3
-"""Prefill workers that are tried one after the other, where Envoy cannot do that."""
-
-MAX_ECHO_BYTES = 62_000
-"""Envoy refuses streamed body answers from 64 KiB on; the peers use this figure too."""
-
-_OVERWRITE = HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 
 class _State(Enum):
     START = auto()
     BODY = auto()
     DECIDED = auto()
-
-
-def _continue(direction: str) -> bytes:
-    answer = ProcessingResponse()
-    getattr(answer, direction).SetInParent()
-    return answer.SerializeToString()
-
-
-_CONTINUE_REQUEST_HEADERS = _continue("request_headers")
-_CONTINUE_REQUEST_BODY = _continue("request_body")
-_CONTINUE_REQUEST_TRAILERS = _continue("request_trailers")
-_CONTINUE_RESPONSE_HEADERS = _continue("response_headers")
-_CONTINUE_RESPONSE_BODY = _continue("response_body")
-_CONTINUE_RESPONSE_TRAILERS = _continue("response_trailers")
-
-
-def _continue_and_show_response() -> bytes:
-    """Return an answer to the headers of a request whose response may have to be changed."""
-    answer = ProcessingResponse()
-    answer.request_headers.SetInParent()
-    answer.mode_override.request_body_mode = ProcessingMode.BUFFERED
-    answer.mode_override.response_header_mode = ProcessingMode.SEND
-    answer.mode_override.response_trailer_mode = ProcessingMode.SEND
-    return answer.SerializeToString()
-
-
-def _stream_response() -> bytes:
-    """Return an answer to the headers of a response whose body is to be changed."""
-    answer = ProcessingResponse()
-    answer.response_headers.response.header_mutation.remove_headers.append("content-length")
-    answer.mode_override.response_body_mode = ProcessingMode.STREAMED
-    answer.mode_override.response_trailer_mode = ProcessingMode.SEND
-    return answer.SerializeToString()
-
-
-_CONTINUE_AND_SHOW_RESPONSE = _continue_and_show_response()
-_STREAM_RESPONSE = _stream_response()
-
-
-def _bare(kind: str) -> bytes:
-    message = ProcessingRequest()
-    getattr(message, kind).SetInParent()
-    return message.SerializeToString()
-
-
-_REQUEST_TRAILERS = _bare("request_trailers")
-
-
-@functools.lru_cache(maxsize=8)
-def _be_patient(seconds: float) -> bytes:
-    """Return what tells Envoy to wait so long for the answer to its last message."""
-    answer = ProcessingResponse()
-    answer.override_message_timeout.FromMilliseconds(round(seconds * 1000))
-    return answer.SerializeToString()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Computed:
-    """A prompt that a prefill worker has computed, or is computing."""
-
-    leg: Leg
-    answer: bytes | None
-    """The body of the worker's answer; None: it is not there yet."""
-
-    peer: Peer
-
-
-@dataclasses.dataclass(slots=True)
-class _Asked:
-    """A request whose worker is to be picked, with what the answer to Envoy depends on."""
-
-    request: Request
-    in_body: bool = False
-    """Whether the answer is one to a body message."""
-
-    body_follows: bool = False
-    chunks: int = 0
-    """Messages in which the body came, where it was collected."""
-
-    end_of_stream: bool | None = None
-    """Whether the last of them was the end of the request; None: nothing was collected."""
-
-    progress: Progress = WHOLE
-    """How far it has come, when it may be split."""
-
-    computed: Computed | None = None
-    """What became of its prompt, once that has been with a prefill worker."""
-
-    own_id: str | None = None
-    """The id that it is given, "" when it has the right one; None: not known yet."""
-
-    decode: Routed | None = None
-    """Who generates, where that had to be known first; the lease is taken."""
-
-    renamed: bytes | None = None
-    """The client's body with the model's own name, when that went with the prompt; None: no other name."""
 
 
 class Exchange:
@@ -226,8 +126,11 @@ class Exchange:
         "_admission",
         "_admitted",
         "_asked",
+        "_begun",
+        "_beside",
         "_chunks",
         "_collects",
+        "_handover",
         "_headers",
         "_id_headers",
         "_ids",
@@ -275,8 +178,14 @@ class Exchange:
         self.leg: PrefillLeg | None = None
         """The prefill leg under way: the owner sends it, and calls ``on_leg`` with the answer."""
         self._legs = legs
+        self._beside: Asked | None = None
+        """The request, while its prefill leg runs beside the other one."""
+        self._handover: Handover | None = None
+        """What is known of a request whose prompt was computed elsewhere."""
+        self._begun = False
+        """Whether a worker's answer has begun."""
         self._merge: AnswerMerge | None = None
-        """What is to be done with the response."""
+        """What is done with it."""
         self.decision: Decision | None = None
         """What was decided; None until then."""
         self.waiting = False
@@ -290,7 +199,7 @@ class Exchange:
         """Whether Envoy has been told to wait for the answer to its last message; it listens once."""
         self._kept: list[bytes] = []
         """Messages that came while it waits; the one that waits at the gate itself is the first."""
-        self._asked: _Asked | None = None
+        self._asked: Asked | None = None
         """What is to be decided, while it waits for a worker."""
         self._id_headers = id_headers
         self._router = router
@@ -331,7 +240,7 @@ class Exchange:
             case "response_body":
                 answers = self._on_response_body(message.response_body)
             case "response_trailers":
-                answers = [_CONTINUE_RESPONSE_TRAILERS]
+                answers = [CONTINUE_RESPONSE_TRAILERS]
             case _:
                 raise ProtocolError("the message holds no request that this service knows")
         # In observability mode Envoy wants no answers and would count them as spurious.
@@ -374,45 +283,81 @@ class Exchange:
         self.leg = None
         if self._legs is not None:
             self._legs.drop(leg)  # Envoy may never have asked about it
-        body = answer.body if answer.succeeded else None
+        if leg.whole:
+            return self._interrupt(answer, whole=True)
         if leg.leg.concurrent:  # the other leg has not waited for it
-            rules.connector.learn(leg.peer, body)
-            return []
+            rules.connector.learn(leg.peer, answer.body if answer.succeeded else None)
+            return self._on_concurrent(leg, answer, now)
         if asked is None:
             return []
         self._asked = None
-        answers = self._go_on(asked, leg, answer, rules, now)
+        answers = self._go_on(asked, leg, answer, now)
         if self.waiting or self._awaits_leg:
             return answers
         return answers + self._catch_up(now)
 
-    def _go_on(
-        self, asked: _Asked, leg: PrefillLeg, answer: LegAnswer, rules: SplitRules, now: float
-    ) -> list[bytes]:
+    def _go_on(self, asked: Asked, leg: PrefillLeg, answer: LegAnswer, now: float) -> list[bytes]:
         """Decide what follows the prefill leg of *asked*."""
-        first = leg.decision.workers[0]
-        if answer.refused:
-            relayed = Relayed(answer.status, answer.body, answer.content_type, answer.retry_after)
-            return self._answer(asked, relayed, now)
-        if answer.succeeded:
-            worker = self._router.who_served(leg.decision, answer.served)
-            asked.progress = Progress(whole=True, near=worker)
-            peer = leg.peer if worker is first else self._router.peer(worker)
-            asked.computed = Computed(leg.leg, answer.body, peer)
-        else:
-            failed = (*asked.progress.failed, first)
-            if leg.once and len(failed) < MAX_LEGS:
-                asked.progress = Progress(failed=failed)
-            elif rules.fallback:
-                asked.progress = WHOLE
-            else:
-                return self._answer(asked, Refused(Refusal.PREFILL_FAILED), now)
+        end = take_answer(asked, leg, answer, self._router)
+        if end is not None:
+            return self._answer(asked, end, now)
         if asked.decode is not None:
             if asked.progress.whole:
                 return self._answer(asked, asked.decode, now)
             asked.decode = None
             self._give_back(now)
         return self._decide(asked, now)
+
+    def _on_concurrent(self, leg: PrefillLeg, answer: LegAnswer, now: float) -> list[bytes]:
+        """Go on after a leg that the other one has not waited for: if it failed, that one waits in vain."""
+        asked, self._beside = self._beside, None
+        if answer.succeeded or asked is None:
+            return []
+        if self.waiting:
+            asked.computed, asked.progress = None, WHOLE
+            return []
+        if self._begun or not self._buffered or not isinstance(self.decision, Routed):
+            return []
+        worker, legs = leg.decision.workers[0], self._legs
+        failed = (*asked.progress.failed, worker)
+        if answer.refused or legs is None:
+            return self._interrupt(answer)
+        if len(failed) < MAX_LEGS and self._router.may_prefill(worker):
+            asked.progress = dataclasses.replace(asked.progress, failed=failed)
+            self._beside, self.leg = asked, legs.again(leg)
+            return []
+        return self._answer_elsewhere(asked, answer, legs, now)
+
+    def _answer_elsewhere(
+        self, asked: Asked, answer: LegAnswer, legs: PrefillLegs, now: float
+    ) -> list[bytes]:
+        """Have a decode worker do all of it, where that is wanted."""
+        rules = self._router.split_rules
+        if rules is None or not rules.fallback:
+            return self._interrupt(answer)
+        asked.computed = None
+        found = self._router.decide(asked.request, now, subset=self._subset)
+        if isinstance(found, Routed):
+            found, _ = hand_over(asked, found, self._router)
+        if not isinstance(found, Routed):
+            return self._interrupt(answer)
+        self._give_back(now)  # the leg has a lease of its own
+        self.leg = legs.prepare_whole(
+            found,
+            found.body or asked.request.body or b"",
+            self._router.peer(found.workers[0]),
+            asked.request.path,
+            {**asked.request.headers, REQUEST_ID_HEADER: self._own_id(asked)},
+        )
+        return []
+
+    def _interrupt(self, answer: LegAnswer, *, whole: bool = False) -> list[bytes]:
+        """Give the client *answer* instead of what the worker that it waits for might say."""
+        if answer.refused or (whole and answer.served):
+            details = "router_answered_elsewhere" if whole else PREFILL_REFUSED
+            found = Relayed(answer.status, answer.body, answer.content_type, answer.retry_after)
+            return [relay(found, details)]
+        return [refusal(Refused(Refusal.PREFILL_FAILED))]
 
     def _catch_up(self, now: float) -> list[bytes]:
         """Take the messages that came while it waited."""
@@ -448,6 +393,8 @@ class Exchange:
             self._admission.release()
         if self.leg is not None and self._legs is not None:
             self._legs.drop(self.leg)
+        if self._handover is not None and self._legs is not None:
+            self._legs.ended(self._handover)
         self._give_back(now)
 
     def _give_back(self, now: float) -> None:
@@ -470,7 +417,7 @@ class Exchange:
         if self._full_duplex or self._patient:  # in full duplex Envoy's patience has no end
             return []
         self._patient = True
-        return [_be_patient(self._longest_wait_s)]
+        return [be_patient(self._longest_wait_s)]
 
     @property
     def _longest_wait_s(self) -> float:
@@ -554,11 +501,11 @@ class Exchange:
             if not self._buffered:
                 return []
             splits = self._legs is not None and phase_of(headers.get(":path", ""))
-            return [_CONTINUE_AND_SHOW_RESPONSE if splits else _CONTINUE_REQUEST_HEADERS]
+            return [CONTINUE_AND_SHOW_RESPONSE if splits else CONTINUE_REQUEST_HEADERS]
         # A policy that reads bodies must find one, also where none can be had (an upgrade, a tunnel).
         unavailable = (tunnel or not self._collects) and self._router.needs_body
         request = self._request(b"" if last or unavailable else None)
-        return self._decide(_Asked(request, body_follows=not last), now)
+        return self._decide(Asked(request, body_follows=not last), now)
 
     def _is_small(self, headers: Mapping[str, str]) -> bool:
         """Tell whether the body may be read, as far as its length is announced."""
@@ -571,7 +518,7 @@ class Exchange:
             case _State.START:
                 raise ProtocolError("a body before the headers; set request_header_mode: SEND")
             case _State.DECIDED:
-                return list(_echo_request(body)) if self._full_duplex else [_CONTINUE_REQUEST_BODY]
+                return list(echo_request(body)) if self._full_duplex else [CONTINUE_REQUEST_BODY]
             case _State.BODY:
                 self._take_subset(message)
                 self._patient = False
@@ -599,26 +546,33 @@ class Exchange:
             case _State.BODY:
                 answers = self._decide_collected(now, end_of_stream=False)
                 if self.waiting:
-                    self._kept.append(_REQUEST_TRAILERS)
+                    self._kept.append(REQUEST_TRAILERS)
                     return answers
-                return [*answers, _CONTINUE_REQUEST_TRAILERS]
+                return [*answers, CONTINUE_REQUEST_TRAILERS]
             case _State.DECIDED:
-                return [_CONTINUE_REQUEST_TRAILERS]
+                return [CONTINUE_REQUEST_TRAILERS]
 
     def _on_response_headers(self, message: ProcessingRequest) -> list[bytes]:
-        merge = self._merge
-        if merge is None or not self._buffered:
-            return [_CONTINUE_RESPONSE_HEADERS]
-        if not merge.begin(header_map(message.response_headers.headers)):
+        if not self._buffered:
+            return [CONTINUE_RESPONSE_HEADERS]
+        headers = header_map(message.response_headers.headers)
+        if self.leg is not None and self.leg.whole:
+            if headers.get(":status", "") >= "500":
+                return [be_patient(self._longest_wait_s)]
+            self.leg = None
+        self._begun = True
+        merge = None if self._handover is None else self._handover.merge
+        if merge is None or not merge.begin(headers):
             self._merge = None
-            return [_CONTINUE_RESPONSE_HEADERS]
-        return [_STREAM_RESPONSE]
+            return [CONTINUE_RESPONSE_HEADERS]
+        self._merge = merge
+        return [STREAM_RESPONSE]
 
     def _on_response_body(self, body: HttpBody) -> list[bytes]:
-        if self._merge is not None and self._buffered:
+        if self._merge is not None:
             new = self._merge.feed(body.body, last=body.end_of_stream)
             if new == body.body:
-                return [_CONTINUE_RESPONSE_BODY]
+                return [CONTINUE_RESPONSE_BODY]
             answer = ProcessingResponse()
             mutation = answer.response_body.response.body_mutation
             if new:
@@ -627,8 +581,8 @@ class Exchange:
                 mutation.clear_body = True
             return [answer.SerializeToString()]
         if self._response_mode == ProcessingMode.FULL_DUPLEX_STREAMED:
-            return list(_echo_response(body))
-        return [_CONTINUE_RESPONSE_BODY]
+            return list(echo_response(body))
+        return [CONTINUE_RESPONSE_BODY]
 
     def _decide_collected(self, now: float, *, end_of_stream: bool) -> list[bytes]:
         chunks, self._chunks = self._chunks, []
@@ -636,10 +590,10 @@ class Exchange:
         asked.chunks, asked.end_of_stream = len(chunks), end_of_stream
         return self._decide(asked, now)
 
-    def _asked_with(self, request: Request, *, in_body: bool = False) -> _Asked:
+    def _asked_with(self, request: Request, *, in_body: bool = False) -> Asked:
         """Return the question of a *request* whose whole body is there."""
         progress = WHOLE if self._legs is None else Progress()
-        return _Asked(request, in_body, progress=progress)
+        return Asked(request, in_body, progress=progress)
 
     def _request(self, body: bytes | None) -> Request:
         """Return what the router is asked about, with *body*."""
@@ -652,7 +606,7 @@ class Exchange:
             content=parse_content(body) if body and len(body) <= self._max_routed_bytes else None,
         )
 
-    def _decide(self, asked: _Asked, now: float) -> list[bytes]:
+    def _decide(self, asked: Asked, now: float) -> list[bytes]:
         self._state = _State.DECIDED
         decision = self._router.decide(
             asked.request,
@@ -669,42 +623,28 @@ class Exchange:
             return answers
         return self._follow(asked, decision, now)
 
-    def _follow(self, asked: _Asked, found: Decision | Split, now: float) -> list[bytes]:
+    def _follow(self, asked: Asked, found: Decision | Split, now: float) -> list[bytes]:
         """Do what was found to be right for *asked*."""
         if isinstance(found, Split):
             return self._begin_leg(asked, found, now)
         return self._answer(asked, found, now)
 
-    def _begin_leg(self, asked: _Asked, split: Split, now: float) -> list[bytes]:
+    def _begin_leg(self, asked: Asked, split: Split, now: float) -> list[bytes]:
         """Have the prompt computed."""
-        rules, legs, request = self._router.split_rules, self._legs, asked.request
-        worker = split.prefill.workers[0]
-        peer = self._router.peer(worker)
-        leg: Leg | None = None
-        if rules is not None and legs is not None:
-            asked.renamed = split.prefill.body or asked.renamed
-            body = asked.renamed or request.body or b""
-            other = None if split.decode is None else self._router.peer(split.decode.workers[0])
-            leg = rules.connector.prefill(body, request.path, peer, other, self._ids)
-        if leg is None or rules is None or legs is None:
+        legs, leg = self._legs, None
+        if legs is not None:
+            headers = {**asked.request.headers, REQUEST_ID_HEADER: self._own_id(asked)}
+            leg = prepare_leg(asked, split, self._router, legs, headers=headers, ids=self._ids)
+        if leg is None:
             asked.progress = WHOLE
             if split.decode is not None:
                 return self._answer(asked, split.decode, now)
             return self._decide(asked, now)
-        once = rules.connector.binds_early
-        workers = split.prefill.workers[:1] if once else split.prefill.workers
-        headers = {**request.headers, REQUEST_ID_HEADER: self._own_id(asked)}
-        self.leg = legs.prepare(
-            dataclasses.replace(split.prefill, workers=workers),
-            leg,
-            peer,
-            request.path,
-            headers,
-            once=once,
-        )
-        if leg.concurrent:
-            asked.progress = Progress(whole=True, near=worker)
-            asked.computed = Computed(leg, None, peer)
+        self.leg = leg
+        if leg.leg.concurrent:
+            asked.progress = Progress(whole=True, near=split.prefill.workers[0])
+            asked.computed = Computed(leg.leg, None, leg.peer)
+            self._beside = asked
             return self._decide(asked, now)
         if split.decode is not None:
             asked.decode = split.decode
@@ -713,7 +653,7 @@ class Exchange:
         if self._full_duplex or self._patient:
             return []
         self._patient = True
-        return [_be_patient(self._longest_wait_s)]
+        return [be_patient(self._longest_wait_s)]
 
     def _answer_leg(
         self, legs: PrefillLegs, headers: Mapping[str, str], now: float, *, body_follows: bool
@@ -728,10 +668,10 @@ class Exchange:
         self._lease = leg.decision.pool.acquire(leg.decision.workers[0])
         granted = self._router.grant_retries(leg.decision, now)
         # It has the id that it is to have, whatever that looks like.
-        asked = _Asked(Request("POST", leg.path, headers), body_follows=body_follows, own_id="")
+        asked = Asked(Request("POST", leg.path, headers), body_follows=body_follows, own_id="")
         return [self._routed(asked, leg.decision, retries=0 if leg.once else granted)]
 
-    def _answer(self, asked: _Asked, decision: Decision, now: float) -> list[bytes]:
+    def _answer(self, asked: Asked, decision: Decision, now: float) -> list[bytes]:
         """Return the answers that carry *decision*."""
         if isinstance(decision, Routed):
             decision = self._hand_over(asked, decision)
@@ -752,45 +692,22 @@ class Exchange:
         if self._full_duplex:
             body = asked.request.body if decision.body is None else decision.body
             end = HttpBody(body=body, end_of_stream=asked.end_of_stream)
-            return [answer, *_echo_request(end)]
+            return [answer, *echo_request(end)]
         if decision.body is None:
-            return [answer, *(_CONTINUE_REQUEST_BODY for _ in range(asked.chunks))]
+            return [answer, *(CONTINUE_REQUEST_BODY for _ in range(asked.chunks))]
         # The first chunk becomes the whole body, the others nothing.
         new = [decision.body, *(b"" for _ in range(asked.chunks - 1))][: asked.chunks]
-        return [answer, *(_replaced_chunk(chunk) for chunk in new)]
+        return [answer, *(replaced_chunk(chunk) for chunk in new)]
 
-    def _hand_over(self, asked: _Asked, decision: Routed) -> Routed | Refused:
-        """Return *decision* with the body and the id for the worker that generates, if it may have it.
+    def _hand_over(self, asked: Asked, decision: Routed) -> Routed | Refused:
+        """Return *decision* with what the worker that generates is sent."""
+        found, merge = hand_over(asked, decision, self._router)
+        legs, near = self._legs, asked.progress.near
+        if legs is not None and near is not None and asked.computed is not None:
+            self._handover = legs.hand_over(asked.request, near, merge)
+        return found
 
-        What a client says of KV transfers is taken away, wherever its request goes.
-        """
-        rules, body = self._router.split_rules, asked.request.body
-        if rules is None or not body:
-            return decision
-        if decision.body is None and asked.renamed is not None:
-            decision = dataclasses.replace(decision, body=asked.renamed)
-        if decision.body is not None:
-            body = decision.body
-        if asked.computed is not None and not decision.apart:
-            computed = asked.computed
-            other = self._router.peer(decision.workers[0])
-            handoff = rules.connector.decode(
-                body, computed.leg, computed.answer, computed.peer, other
-            )
-            endpoint = phase_of(asked.request.path)
-            if computed.answer is not None and endpoint is not None and not handoff.reason:
-                self._merge = plan_merge(body, endpoint, computed.answer)
-            if handoff.body is not None:
-                return dataclasses.replace(
-                    decision, body=handoff.body, request_id=handoff.request_id
-                )
-            decision = dataclasses.replace(decision, request_id=handoff.request_id)
-        stripped = strip_client_params(body)
-        if stripped is None:
-            return Refused(Refusal.UNREADABLE_BODY)
-        return decision if stripped == body else dataclasses.replace(decision, body=stripped)
-
-    def _routed(self, asked: _Asked, decision: Routed, *, retries: int | None) -> bytes:
+    def _routed(self, asked: Asked, decision: Routed, *, retries: int | None) -> bytes:
         headers = asked.request.headers
         answer = ProcessingResponse()
         in_body = asked.in_body
@@ -800,25 +717,27 @@ class Exchange:
         mutation = common.header_mutation
         first = decision.workers[0]
         endpoints = ",".join([worker.endpoint for worker in decision.workers])
-        _set_header(mutation.set_headers.add(), CLUSTER_HEADER, first.cluster or decision.pool.name)
+        set_header(mutation, CLUSTER_HEADER, first.cluster or decision.pool.name)
         if in_body and decision.body is not None:
             common.body_mutation.body = decision.body
             if "content-length" in headers:
                 length = str(len(decision.body))
-                _set_header(mutation.set_headers.add(), "content-length", length)
+                set_header(mutation, "content-length", length)
         namespace = answer.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
         self._set_ids(asked, decision, mutation, namespace)
+        if self._handover is not None:
+            namespace.fields[HANDOVER_KEY].string_value = self._handover.token
         if retries is not None:
-            _set_header(mutation.set_headers.add(), MAX_RETRIES_HEADER, str(retries))
+            set_header(mutation, MAX_RETRIES_HEADER, str(retries))
         if self._full_duplex:
-            _set_header(mutation.set_headers.add(), ENDPOINT_KEY, endpoints)
+            set_header(mutation, ENDPOINT_KEY, endpoints)
         elif asked.body_follows and self._buffered:
             answer.mode_override.request_body_mode = ProcessingMode.NONE
             answer.mode_override.response_trailer_mode = ProcessingMode.SEND
             answer.mode_override.response_header_mode = ProcessingMode.SKIP
         namespace.fields[ENDPOINT_KEY].string_value = endpoints
         if first.rank is not None:
-            _set_header(mutation.set_headers.add(), RANK_HEADER, str(first.rank))
+            set_header(mutation, RANK_HEADER, str(first.rank))
         for worker in decision.workers:
             if worker.rank is not None:
                 ranks = answer.dynamic_metadata.fields[RANK_NAMESPACE].struct_value
@@ -826,19 +745,19 @@ class Exchange:
         return answer.SerializeToString()
 
     def _set_ids(
-        self, asked: _Asked, decision: Routed, mutation: HeaderMutation, metadata: Struct
+        self, asked: Asked, decision: Routed, mutation: HeaderMutation, metadata: Struct
     ) -> None:
         """Say which id the request has, and if that is not for the client's eyes, which one it is shown."""
         headers = asked.request.headers
         own_id = self._request_id(headers) if asked.own_id is None else asked.own_id
         request_id = decision.request_id or own_id
         if request_id:
-            _set_header(mutation.set_headers.add(), REQUEST_ID_HEADER, request_id)
+            set_header(mutation, REQUEST_ID_HEADER, request_id)
         if decision.request_id is not None:
             shown = own_id or headers.get(REQUEST_ID_HEADER, "")
             metadata.fields[SHOWN_ID_KEY].string_value = shown
 
-    def _own_id(self, asked: _Asked) -> str:
+    def _own_id(self, asked: Asked) -> str:
         """Return the id of the request as the client shall see it, the same for both legs."""
         if asked.own_id is None:
             asked.own_id = self._request_id(asked.request.headers)
@@ -860,111 +779,15 @@ class Exchange:
         self._state = _State.DECIDED
         self._chunks, self._kept = [], []
         self.decision = refused
-        refusal = refused.refusal
-        status = refusal_status(refusal)
-        answer = ProcessingResponse()
-        immediate = answer.immediate_response
-        immediate.status.code = status
-        immediate.body = error_body(status, refusal, refused.message).encode()
-        immediate.details = f"router_{refusal}"
-        _set_header(immediate.headers.set_headers.add(), "content-type", "application/json")
-        if refused.retry_after_s is not None:
-            later = str(refused.retry_after_s)
-            _set_header(immediate.headers.set_headers.add(), RETRY_AFTER_HEADER, later)
-        return [answer.SerializeToString()]
+        return [refusal(refused)]
 
     def _relay(self, relayed: Relayed) -> list[bytes]:
         self.decision = relayed
         self._chunks, self._kept = [], []
-        answer = ProcessingResponse()
-        immediate = answer.immediate_response
-        immediate.status.code = relayed.status
-        immediate.body = relayed.body
-        immediate.details = "router_prefill_refused"
-        for name, value in (
-            ("content-type", relayed.content_type),
-            (RETRY_AFTER_HEADER, relayed.retry_after),
-        ):
-            if value:
-                _set_header(immediate.headers.set_headers.add(), name, value)
-        return [answer.SerializeToString()]
+        return [relay(relayed, PREFILL_REFUSED)]
 
     def _take_subset(self, message: ProcessingRequest) -> None:
         if message.HasField("metadata_context"):
             hint = message.metadata_context.filter_metadata.get(SUBSET_NAMESPACE)
             if hint is not None and SUBSET_KEY in hint.fields:
                 self._subset = parse_subset(hint.fields[SUBSET_KEY])
-
-
-def header_map(headers: HeaderMap) -> dict[str, str]:
-    """Return names (lower case, as Envoy sends them) to values; of a repeated name the first.
-
-    Bytes that are not UTF-8 are kept as Latin-1 characters: HTTP allows them, and they must neither
-    fail a request nor be lost.
-    """
-    found: dict[str, str] = {}
-    for header in headers.headers:
-        raw = header.raw_value
-        if header.key in found:
-            continue
-        if not raw:
-            found[header.key] = header.value
-            continue
-        try:
-            found[header.key] = raw.decode()
-        except UnicodeDecodeError:
-            found[header.key] = raw.decode("latin-1")
-    return found
-
-
-def parse_subset(value: Value) -> frozenset[str]:
-    """Read the subset hint: a list of endpoints, or one string of them with commas.
-
-    The protocol says list; gateways send either, and lists whose entries hold commas.
-    """
-    if value.WhichOneof("kind") == "list_value":
-        entries = [item.string_value for item in value.list_value.values]
-    else:
-        entries = [value.string_value]
-    return frozenset(part.strip() for entry in entries for part in entry.split(",") if part.strip())
-
-
-def _set_header(option: HeaderValueOption, name: str, value: str) -> None:
-    option.header.key = name
-    option.header.raw_value = value.encode()
-    option.append_action = _OVERWRITE
-
-
-def _replaced_chunk(body: bytes) -> bytes:
-    answer = ProcessingResponse()
-    mutation = answer.request_body.response.body_mutation
-    if body:
-        mutation.body = body
-    else:
-        mutation.clear_body = True
-    return answer.SerializeToString()
-
-
-def _echo_request(body: HttpBody) -> Iterator[bytes]:
-    for answer, part, last in _parts(body):
-        streamed = answer.request_body.response.body_mutation.streamed_response
-        streamed.SetInParent()  # an empty chunk is still a chunk
-        streamed.body = part
-        streamed.end_of_stream = last
-        yield answer.SerializeToString()
-
-
-def _echo_response(body: HttpBody) -> Iterator[bytes]:
-    for answer, part, last in _parts(body):
-        streamed = answer.response_body.response.body_mutation.streamed_response
-        streamed.SetInParent()  # an empty chunk is still a chunk
-        streamed.body = part
-        streamed.end_of_stream = last
-        yield answer.SerializeToString()
-
-
-def _parts(body: HttpBody) -> Iterator[tuple[ProcessingResponse, bytes, bool]]:
-    data = body.body
-    for start in range(0, max(len(data), 1), MAX_ECHO_BYTES):
-        end = start + MAX_ECHO_BYTES
-        yield ProcessingResponse(), data[start:end], body.end_of_stream and end >= len(data)

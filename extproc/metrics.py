@@ -154,6 +154,12 @@ class Metrics:
             ["code"],
             registry=registry,
         )
+        self.answered_elsewhere = Counter(
+            "vllm_extproc_answered_elsewhere",
+            "Split requests that a decode worker answered from the start, since the prefill worker that it"
+            " waited for had failed.",
+            registry=registry,
+        )
         self._announcements_refused = Counter(
             "vllm_extproc_announcements_refused",
             "Messages to the discovery address that did not say who and where a worker is.",

@@ -11,8 +11,10 @@ import dataclasses
 import random
 from collections.abc import Mapping
 
+from extproc.answer_merge import AnswerMerge
 from extproc.pd.connector import Leg, Peer
 from extproc.router import Routed
+from policies.base import Request, Worker
 
 LEG_HEADER = "x-router-leg"
 """The token. Envoy takes it only where nobody but the service can connect."""
@@ -62,6 +64,9 @@ class PrefillLeg:
     once: bool = False
     """Whether only this worker will do, since the leg names it."""
 
+    whole: bool = False
+    """Whether it is all of the request, for a worker that generates."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LegAnswer:
@@ -90,14 +95,30 @@ class LegAnswer:
         return 400 <= self.status < 500 and bool(self.served)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Handover:
+    """A request whose prompt has been computed for another worker, until its answer has ended."""
+
+    token: str
+    request: Request
+    """Without its body."""
+
+    prefill: Worker
+    """Who has computed the prompt."""
+
+    merge: AnswerMerge | None = None
+    """What is to be done with the answer."""
+
+
 class PrefillLegs:
-    """The legs that are under way and of which Envoy has yet to ask."""
+    """The legs that are under way and of which Envoy has yet to ask, and what has come of others."""
 
     def __init__(self, ids: random.Random, *, longest_s: float) -> None:
         """Make none; tokens are drawn from *ids*, which must not be guessable. *longest_s*: what a leg may take."""
         self.longest_s = longest_s
         self._ids = ids
         self._pending: dict[str, PrefillLeg] = {}
+        self._handovers: dict[str, Handover] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -113,7 +134,7 @@ class PrefillLegs:
         once: bool,
     ) -> PrefillLeg:
         """Return the leg to send for a request with these *headers*, its id among them."""
-        token = f"{self._ids.getrandbits(128):032x}"
+        token = self._token()
         sent = {
             name: value
             for name, value in headers.items()
@@ -128,6 +149,39 @@ class PrefillLegs:
         found = PrefillLeg(token, decision, leg, peer, path, sent, once)
         self._pending[token] = found
         return found
+
+    def prepare_whole(
+        self, decision: Routed, body: bytes, peer: Peer, path: str, headers: Mapping[str, str]
+    ) -> PrefillLeg:
+        """Return what has a decode worker answer all of a request."""
+        found = self.prepare(decision, Leg(body), peer, path, headers, once=False)
+        found.whole = True
+        return found
+
+    def again(self, leg: PrefillLeg) -> PrefillLeg:
+        """Return *leg* to be sent once more, just as it was."""
+        token = self._token()
+        found = dataclasses.replace(leg, token=token, headers={**leg.headers, LEG_HEADER: token})
+        self._pending[token] = found
+        return found
+
+    def hand_over(self, request: Request, prefill: Worker, merge: AnswerMerge | None) -> Handover:
+        """Keep what is known of a *request* whose prompt *prefill* has computed; end it with ``ended``."""
+        bare = Request(request.method, request.path, request.headers)
+        found = Handover(self._token(), bare, prefill, merge)
+        self._handovers[found.token] = found
+        return found
+
+    def handover(self, token: str) -> Handover | None:
+        """Return the one of *token*; None when there is none."""
+        return self._handovers.get(token)
+
+    def ended(self, handover: Handover) -> None:
+        """Forget *handover*."""
+        self._handovers.pop(handover.token, None)
+
+    def _token(self) -> str:
+        return f"{self._ids.getrandbits(128):032x}"
 
     def take(self, token: str) -> PrefillLeg | None:
         """Return the leg of *token*, once; None when there is none."""

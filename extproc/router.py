@@ -363,6 +363,23 @@ class Router:
         pool.on_sent(picked[0], request, asked.now)
         return Routed(pool, picked)
 
+    def split_again(self, request: Request, now: float, progress: Progress) -> Split | None:
+        """Pick who computes the prompt of a *request* once more; None: nobody can now."""
+        rules = self.split_rules
+        if progress.whole or rules is None:
+            return None
+        found = (
+            self._whole_destination() if not self.reads_model else self._destination(request, now)
+        )
+        if not isinstance(found, _Destination):
+            return None
+        prefill = self._prefill(rules, found, _Asked(request, None, (), now), progress)
+        return Split(prefill) if isinstance(prefill, Routed) else None
+
+    def may_prefill(self, worker: Worker) -> bool:
+        """Tell whether *worker* may be given prompts."""
+        return any(worker in pool.candidates for pool in self._registry.prefill_pools)
+
     def peer(self, worker: Worker) -> Peer:
         """Return *worker* as the other end of a KV transfer."""
         return self._registry.peer(worker)

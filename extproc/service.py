@@ -12,11 +12,13 @@ from google.protobuf.message import DecodeError
 
 from extproc.admission import Admission, Limits
 from extproc.errors import ProtocolError
-from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, REQUEST_ID_HEADER, Exchange
+from extproc.exchange import DEFAULT_MAX_ROUTED_BYTES, Exchange
+from extproc.ext_proc_answers import REQUEST_ID_HEADER
 from extproc.h2.grpc import Call, Method, Status
 from extproc.leg_sender import LegSender
 from extproc.log import cap
 from extproc.metrics import Metrics
+from extproc.next_attempt import NextAttempt, is_next_attempt
 from extproc.prefill_legs import LegAnswer, PrefillLeg, PrefillLegs
 from extproc.router import Refused, Relayed, Router
 from protos.ext_proc_pb2 import ProcessingRequest
@@ -81,6 +83,15 @@ class ExtProcService:
         )
         return _Process(call, exchange, self)
 
+    def next_attempt(self) -> NextAttempt:
+        """Return the state of a further attempt of Envoy's at a request that was split."""
+        return NextAttempt(
+            self._router,
+            self._legs or PrefillLegs(self._ids, longest_s=0),
+            ids=self._ids,
+            max_routed_bytes=self._max_routed_bytes,
+        )
+
     def set_limits(self, limits: Limits) -> None:
         """Use other *limits* from now on."""
         self.admission.configure(limits)
@@ -139,7 +150,10 @@ class ExtProcService:
             answer = LegAnswer(reason="nobody sends prefill legs")
         else:
             answer = await self.sender.send(leg)
-        self.metrics.count_leg(answer.status, time.monotonic() - started)
+        if leg.whole:
+            self.metrics.answered_elsewhere.inc()
+        else:
+            self.metrics.count_leg(answer.status, time.monotonic() - started)
         if not answer.succeeded:
             log.warning("prefill failed", worker=leg.decision.workers[0].url, reason=answer.reason)
         process.on_leg(leg, answer)
@@ -167,7 +181,7 @@ class _Process:
 
     def __init__(self, call: Call, exchange: Exchange, service: ExtProcService) -> None:
         self._call = call
-        self._exchange = exchange
+        self._exchange: Exchange | NextAttempt = exchange
         self._service = service
         self._timer: asyncio.TimerHandle | None = None
         self._leg: PrefillLeg | None = None
@@ -178,7 +192,10 @@ class _Process:
         undecided = exchange.decision is None
         started = time.monotonic()
         try:
-            answers = exchange.receive(ProcessingRequest.FromString(message), started)
+            received = ProcessingRequest.FromString(message)
+            if received.attributes and is_next_attempt(received):
+                exchange = self._exchange = self._service.next_attempt()
+            answers = exchange.receive(received, started)
         except (ProtocolError, DecodeError) as error:
             self._refuse(error)
             return
@@ -222,6 +239,8 @@ class _Process:
         self._go_on(self._exchange.give_up)
 
     def _send_leg(self) -> None:
+        if self._sending is not None and self._sending is not asyncio.current_task():
+            self._sending.cancel()
         self._leg = leg = self._exchange.leg
         if leg is not None:
             self._sending = self._service.run_leg(self, leg)

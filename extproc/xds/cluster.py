@@ -28,6 +28,8 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HttpProtocolOptions as CommonHttpProtocolOptions,
 )
 from envoy_data_plane.envoy.config.endpoint.v3 import ClusterLoadAssignment
+from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
+from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.envoy.extensions.load_balancing_policies.common.v3 import SlowStartConfig
 from envoy_data_plane.envoy.extensions.load_balancing_policies.least_request.v3 import LeastRequest
 from envoy_data_plane.envoy.extensions.load_balancing_policies.override_host.v3 import (
@@ -44,10 +46,11 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any
 
 from extproc.clusters import ClusterView
-from extproc.exchange import ENDPOINT_KEY, METADATA_NAMESPACE
+from extproc.ext_proc_answers import ENDPOINT_KEY, METADATA_NAMESPACE
 from extproc.xds.endpoint import build_endpoints
 from extproc.xds.health_check import build_health_check
 from extproc.xds.model import ADMIN_CLUSTER, UNROUTED_CLUSTER, EnvoyModel
+from extproc.xds.next_attempt import build_next_attempt_filters
 from extproc.xds.outlier_detection import build_error_matcher, build_outlier_detection
 from extproc.xds.rank_header import build_rank_filters
 from extproc.xds.wire import from_ads, load_assignment, seconds
@@ -77,6 +80,9 @@ MERGE_WINDOW_S = 0.01
 requests without a pick although workers have just been found healthy."""
 
 SERVED_KEY = "x-gateway-destination-endpoint-served"
+CODEC_FILTER = "envoy.filters.http.upstream_codec"
+"""The last of upstream filters: it sends the request."""
+
 HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 
 
@@ -203,8 +209,11 @@ def _http_options(model: EnvoyModel, *, ranks: bool) -> HttpProtocolOptions:
         explicit_http_config=HttpProtocolOptionsExplicitHttpConfig(
             http_protocol_options=Http1ProtocolOptions()
         ),
-        http_filters=build_rank_filters() if ranks else [],
     )
+    filters = build_next_attempt_filters(model) + (build_rank_filters() if ranks else [])
+    if filters:
+        codec = HttpFilter(name=CODEC_FILTER, typed_config=Any.pack(UpstreamCodec()))
+        options.http_filters = [*filters, codec]
     matcher = build_error_matcher(model.breaker)
     if matcher is not None:
         options.outlier_detection = HttpProtocolOptionsOutlierDetection(error_matcher=matcher)

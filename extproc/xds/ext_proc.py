@@ -24,7 +24,7 @@ from envoy_data_plane.envoy.type.matcher.v3 import (
 from envoy_data_plane.envoy.type.v3 import HttpStatus, StatusCode
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.exchange import (
+from extproc.ext_proc_answers import (
     MAX_WAIT_S,
     METADATA_NAMESPACE,
     RANK_HEADER,

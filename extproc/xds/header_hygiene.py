@@ -27,7 +27,7 @@ from envoy_data_plane.envoy.extensions.http.early_header_mutation.header_mutatio
 from envoy_data_plane.envoy.type.matcher.v3 import StringMatcher
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.exchange import METADATA_NAMESPACE, SHOWN_ID_KEY
+from extproc.ext_proc_answers import METADATA_NAMESPACE, SHOWN_ID_KEY
 
 INTERNAL_PREFIXES = ("x-router-", "x-gateway-", "x-envoy-")
 

@@ -17,15 +17,14 @@ from envoy_data_plane.envoy.extensions.filters.http.header_mutation.v3 import (
     HeaderMutation,
     Mutations,
 )
-from envoy_data_plane.envoy.extensions.filters.http.upstream_codec.v3 import UpstreamCodec
 from envoy_data_plane.envoy.extensions.filters.network.http_connection_manager.v3 import HttpFilter
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.exchange import RANK_HEADER, RANK_NAMESPACE
+from extproc.ext_proc_answers import RANK_HEADER, RANK_NAMESPACE
 
 
 def build_rank_filters() -> list[HttpFilter]:
-    """Return the upstream filters of a cluster whose endpoints have ranks."""
+    """Return the upstream filter of a cluster whose endpoints have ranks."""
     rank = f"%CEL(metadata.filter_metadata['{RANK_NAMESPACE}'][upstream.address])%"
     mutation = HeaderMutation(
         mutations=Mutations(
@@ -40,9 +39,4 @@ def build_rank_filters() -> list[HttpFilter]:
             ]
         )
     )
-    return [
-        HttpFilter(name="envoy.filters.http.header_mutation", typed_config=Any.pack(mutation)),
-        HttpFilter(
-            name="envoy.filters.http.upstream_codec", typed_config=Any.pack(UpstreamCodec())
-        ),
-    ]
+    return [HttpFilter(name="envoy.filters.http.header_mutation", typed_config=Any.pack(mutation))]

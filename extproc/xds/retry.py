@@ -19,7 +19,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from envoy_data_plane.envoy.extensions.retry.host.previous_hosts.v3 import PreviousHostsPredicate
 from envoy_data_plane.google.protobuf import Any
 
-from extproc.exchange import RETRY_AFTER_HEADER
+from extproc.ext_proc_answers import RETRY_AFTER_HEADER
 from extproc.xds.model import EnvoyModel
 from extproc.xds.wire import seconds
 

@@ -22,7 +22,7 @@ from envoy_data_plane.envoy.config.route.v3 import (
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatcher, StringMatcher
 from envoy_data_plane.envoy.type.v3 import FractionalPercent, FractionalPercentDenominatorType
 
-from extproc.exchange import CLUSTER_HEADER, ENDPOINT_KEY
+from extproc.ext_proc_answers import CLUSTER_HEADER, ENDPOINT_KEY
 from extproc.xds.client_auth import credentials_to_remove
 from extproc.xds.cors import build_cors_policy, headers_of_workers_to_remove
 from extproc.xds.ext_proc import build_disabled

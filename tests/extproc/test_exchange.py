@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from extproc.admission import Admission, Limits
 from extproc.errors import ProtocolError
-from extproc.exchange import MAX_ECHO_BYTES, Exchange, header_map
+from extproc.exchange import Exchange
+from extproc.ext_proc_answers import MAX_ECHO_BYTES, header_map
 from extproc.router import Refused, Routed, Router
 from policies.power_of_two import PowerOfTwo
 from protos.ext_proc_pb2 import HttpBody, ProcessingMode, ProcessingRequest, ProcessingResponse
