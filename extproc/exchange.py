@@ -322,7 +322,7 @@ class Exchange:
         failed = (*asked.progress.failed, worker)
         if answer.refused or legs is None:
             return self._interrupt(answer)
-        if len(failed) < MAX_LEGS and self._router.may_prefill(worker):
+        if len(failed) < MAX_LEGS and self._router.has(worker):
             asked.progress = dataclasses.replace(asked.progress, failed=failed)
             self._beside, self.leg = asked, legs.again(leg)
             return []

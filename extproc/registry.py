@@ -281,6 +281,10 @@ class Registry:
             engine.kv_engine_ids.get(worker.rank or 0, ""),
         )
 
+    def has(self, worker: Worker) -> bool:
+        """Tell whether *worker* is one of ours, whatever its state."""
+        return worker.order in self._by_order
+
     def has_engine_id(self, worker: Worker) -> bool:
         """Tell whether it is known what Mooncake calls *worker*."""
         engine = self._by_order.get(worker.order)

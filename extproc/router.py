@@ -376,6 +376,10 @@ class Router:
         prefill = self._prefill(rules, found, _Asked(request, None, (), now), progress)
         return Split(prefill) if isinstance(prefill, Routed) else None
 
+    def has(self, worker: Worker) -> bool:
+        """Tell whether *worker* has not been removed."""
+        return self._registry.has(worker)
+
     def may_prefill(self, worker: Worker) -> bool:
         """Tell whether *worker* may be given prompts."""
         return any(worker in pool.candidates for pool in self._registry.prefill_pools)

@@ -85,9 +85,10 @@ class ExtProcService:
 
     def next_attempt(self) -> NextAttempt:
         """Return the state of a further attempt of Envoy's at a request that was split."""
+        none = PrefillLegs(self._ids, longest_s=0)
         return NextAttempt(
             self._router,
-            self._legs or PrefillLegs(self._ids, longest_s=0),
+            none if self._legs is None else self._legs,
             ids=self._ids,
             max_routed_bytes=self._max_routed_bytes,
         )

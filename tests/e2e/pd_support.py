@@ -124,6 +124,10 @@ class PdWorkers:
         if wanted.startswith("answer "):
             body = wanted.removeprefix("answer ").encode("latin-1")
             wanted = ""
+        if wanted == "number":
+            (request_id,) = request.values("x-test-id")
+            number = self._seen["prefill", request_id] + 1
+            body, wanted = b'{"kv_transfer_params":{"n":%d}}' % number, ""
         await self._act("prefill", request, stream, wanted, json_answer(body))
 
     async def _decode(self, request: Received, stream: Stream) -> None:
@@ -149,11 +153,13 @@ class PdWorkers:
     async def _act(
         self, role: str, request: Received, stream: Stream, wanted: str, answer: bytes
     ) -> None:
-        """Do what is *wanted*: a status, ``reset``, ``close``, ``hang``, ``wait``; with ``first`` only once."""
+        """Do what is *wanted*: a status, ``reset``, ``close``, ``hang``, ``wait``; with ``first`` only once, with ``twice`` two times."""
         request_id = request.values("x-test-id")[0] if request.values("x-test-id") else ""
         self._seen[role, request_id] += 1
         if wanted.endswith(" first"):
             wanted = "" if self._seen[role, request_id] > 1 else wanted.removesuffix(" first")
+        if wanted.endswith(" twice"):
+            wanted = "" if self._seen[role, request_id] > 2 else wanted.removesuffix(" twice")
         if wanted.isdecimal():
             await stream.send(error_answer(int(wanted)))
         elif wanted == "reset":
@@ -211,13 +217,20 @@ async def post(
 ) -> tuple[str, Response]:
     """Send one request; return its id and the answer."""
     request_id = uuid.uuid4().hex
+    return request_id, await post_as(router, path, body, request_id, *headers)
+
+
+async def post_as(
+    router: Router, path: str, body: bytes, request_id: str, *headers: tuple[str, str]
+) -> Response:
+    """Send one request with that id."""
     sent = [
         ("Content-Type", "application/json"),
         ("X-Request-Id", request_id),
         ("X-Test-Id", request_id),
         *headers,
     ]
-    return request_id, await ask(router.port, "POST", path, sent, body)
+    return await ask(router.port, "POST", path, sent, body)
 
 
 def chat(**more: Any) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.e2e.pd_support import (
     CHAT,
     COMPLETIONS,
     ERROR_TYPE,
+    EVENTS,
     FLAGS,
     PARAMS,
     WHOLE_ANSWER,
@@ -24,6 +26,7 @@ from tests.e2e.pd_support import (
     chat,
     error_text,
     post,
+    post_as,
     write_workers,
 )
 from tests.e2e.raw_worker import RawWorker
@@ -214,6 +217,109 @@ async def test_decode_that_fails_is_tried_elsewhere_with_the_same_parameters(
     assert len(legs.decode) == 2
     assert legs.decode[0].port != legs.decode[1].port
     assert {leg.body for leg in legs.decode} == {with_params(chat())}
+    await router.until_idle()
+
+
+@pytest.mark.parametrize("fault", ["500", "reset"])
+async def test_prompt_is_computed_again_when_decode_fails_twice(
+    router: Router, workers: PdWorkers, fault: str
+) -> None:
+    """Somebody may have fetched the blocks, or they are gone with the worker that had them."""
+    request_id, response = await post(
+        router, CHAT, chat(), ("X-Test-Prefill", "number"), ("X-Test-Decode", f"{fault} twice")
+    )
+
+    legs = workers.legs(request_id, CHAT)
+    assert (response.status, response.body) == (200, WHOLE_ANSWER)
+    handed = [b'{"kv_transfer_params":{"n":%d},' % n + chat()[1:] for n in (1, 1, 2)]
+    assert sorted(leg.body for leg in legs.decode) == handed
+    first, again = (json.loads(leg.body) for leg in legs.prefill)
+    assert first == again
+    assert {leg.values("x-request-id")[0] for leg in (*legs.prefill, *legs.decode)} == {request_id}
+    for leg in legs.decode:
+        assert leg.values("x-router-attempt") == []
+        assert leg.values("content-length") == [str(len(leg.body))]
+    await router.until_idle()
+
+
+async def test_large_prompt_is_computed_again(router: Router, workers: PdWorkers) -> None:
+    """Also one that fits into no buffer of Envoy's own choice."""
+    body = chat(pad="x" * 12_000_000)
+    request_id, response = await post(
+        router, CHAT, body, ("X-Test-Prefill", "number"), ("X-Test-Decode", "500 twice")
+    )
+
+    legs = workers.legs(request_id, CHAT)
+    assert response.status == 200
+    handed = [b'{"kv_transfer_params":{"n":%d},' % n + body[1:] for n in (1, 1, 2)]
+    digests = [hashlib.sha256(sent).hexdigest() for sent in handed]
+    assert sorted(leg.sha256 for leg in legs.decode) == sorted(digests)
+    await router.until_idle()
+
+
+PUSHED = (
+    b'{"remote_engine_id":"e","remote_host":"10.0.0.1","remote_port":5600,"tp_size":2,'
+    b'"transfer_mode":"push"}'
+)
+
+
+@pytest.mark.parametrize("fault", ["500", "reset", "close"])
+async def test_push_that_fails_is_tried_again_by_the_same_worker(
+    start_router: StartRouter, start_pd: Callable[..., PdWorkers], fault: str
+) -> None:
+    """The decode worker waits for this one alone."""
+    workers = start_pd(2, 1)
+    workers.params = PUSHED
+    router = start_router([], *workers.flags, *QUICK, workers=3)
+    for _ in range(2):
+        await post(router, CHAT, chat())
+
+    sending = asyncio.ensure_future(
+        post_as(
+            router,
+            CHAT,
+            chat(),
+            "pushed",
+            *(("X-Test-Prefill", f"{fault} first"), ("X-Test-Decode", "wait")),
+        )
+    )
+    await until(lambda: len(workers.legs("pushed", CHAT).prefill) == 2, 5, "the leg is sent again")
+    workers.went_on.set()
+    response = await sending
+
+    legs = workers.legs("pushed", CHAT)
+    assert (response.status, response.body) == (200, WHOLE_ANSWER)
+    first, again = legs.prefill
+    assert (first.port, first.body) == (again.port, again.body)
+    assert first.values("x-request-id") == again.values("x-request-id")
+    await router.until_idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_push_that_fails_does_not_leave_the_client_waiting(
+    start_router: StartRouter, start_pd: Callable[..., PdWorkers], *, stream: bool
+) -> None:
+    """A decode worker answers all of it; the one that waits for the blocks is let go."""
+    workers = start_pd(1, 2)
+    workers.params = PUSHED
+    router = start_router([], *workers.flags, *QUICK, workers=3)
+    await post(router, CHAT, chat())
+    body = chat(stream=stream)
+
+    request_id, response = await post(
+        router, CHAT, body, ("X-Test-Prefill", "500"), ("X-Test-Decode", "hang first")
+    )
+
+    legs = workers.legs(request_id, CHAT)
+    assert (response.status, response.body) == (200, EVENTS if stream else WHOLE_ANSWER)
+    assert response.values("content-type")[0].startswith(
+        "text/event-stream" if stream else "application/json"
+    )
+    assert response.values("x-request-id") == [request_id]
+    assert len(legs.prefill) == 3
+    assert sorted(leg.body == body for leg in legs.decode) == [False, True]
+    await until(lambda: workers.left[request_id] == 1, 5, "the worker that waits is let go")
+    assert router.metrics()("answered_elsewhere_total") == 1
     await router.until_idle()
 
 

@@ -61,6 +61,13 @@ def request_body(body: bytes, *, end: bool = True) -> ProcessingRequest:
     return message
 
 
+def response_headers(status: str) -> ProcessingRequest:
+    """Return the head of a response."""
+    message = ProcessingRequest()
+    message.response_headers.headers.headers.add(key=":status", raw_value=status.encode())
+    return message
+
+
 def response_body(body: bytes, *, end: bool = True) -> ProcessingRequest:
     """Return a piece of the response body."""
     message = ProcessingRequest()

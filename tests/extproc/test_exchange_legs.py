@@ -27,6 +27,7 @@ from tests.extproc.envoy_messages import (
     parse,
     request_body,
     request_headers,
+    response_headers,
     set_headers,
 )
 from tests.fleets import registry_of, spec_of
@@ -284,3 +285,129 @@ def test_in_flight_is_zero_after_any_order_of_events(connector, steps):
 
     assert service.in_flight == {}
     assert len(service.legs) == 0
+
+
+PUSHING = b'{"remote_engine_id":"e","remote_host":"h","remote_port":1,"transfer_mode":"push"}'
+PUSHED = LegAnswer(200, b'{"kv_transfer_params":' + PUSHING + b"}", served=P1)
+
+
+def push(service):
+    """Return an exchange whose legs run at the same time."""
+    for _ in range(2):  # round robin: both prefill workers get known
+        learner, _ = service.begin()
+        served = learner.leg.decision.workers[0].endpoint
+        learner.on_leg(LegAnswer(200, PUSHED.body, served=served), 0.5)
+        learner.close(0.5)
+    exchange, answers = service.begin()
+    assert exchange.leg.leg.concurrent
+    assert exchange.decision is not None
+    assert common(parse(answers)[-1]).body_mutation.body
+    return exchange
+
+
+def test_leg_that_pushes_goes_to_no_other_worker(service):
+    """The other leg names this one."""
+    exchange = push(service)
+
+    _, answer = service.send(exchange.leg)
+
+    assert len(endpoints(answer)) == 1
+    assert set_headers(common(answer).header_mutation)["x-envoy-max-retries"] == b"0"
+
+
+def test_leg_that_pushes_is_sent_again_as_it_was(service):
+    """With its id, by which the blocks are known."""
+    exchange = push(service)
+    first = exchange.leg
+
+    assert exchange.on_leg(FAILED, 1.0) == []
+
+    again = exchange.leg
+    assert again is not first
+    assert again.token != first.token
+    assert (again.leg, again.path, again.decision) == (first.leg, first.path, first.decision)
+    assert {**again.headers, LEG_HEADER: ""} == {**first.headers, LEG_HEADER: ""}
+    assert exchange.on_leg(PUSHED, 2.0) == []
+    assert exchange.leg is None
+
+
+def test_request_whose_push_fails_is_answered_elsewhere(service):
+    """A decode worker gets the client's body, and its answer takes the place of the one that is waited for."""
+    exchange = push(service)
+    tries = 0
+    while exchange.leg.leg.concurrent:
+        assert exchange.on_leg(FAILED, 1.0) == []
+        tries += 1
+
+    whole = exchange.leg
+    assert tries == 3
+    assert whole.leg.body == BODY
+    assert whole.headers["x-request-id"] == "client-id"
+    assert whole.decision.workers[0].endpoint in (D1, D2)
+    assert service.in_flight == {}
+    (answer,) = parse(exchange.on_leg(LegAnswer(200, b"all", "text/x", served=D1), 2.0))
+    assert (answer.immediate_response.status.code, answer.immediate_response.body) == (200, b"all")
+    exchange.close(3.0)
+    assert service.in_flight == {}
+    assert len(service.legs) == 0
+
+
+def test_worker_that_does_not_answer_elsewhere_is_an_error(service):
+    """There is nobody left to ask."""
+    exchange = push(service)
+    while exchange.leg.leg.concurrent:
+        exchange.on_leg(FAILED, 1.0)
+
+    (answer,) = parse(exchange.on_leg(FAILED, 2.0))
+
+    assert answer.immediate_response.status.code == 503
+
+
+def test_push_that_fails_is_told_where_that_is_wanted():
+    """Without fallback the client learns of it, rather than wait for nothing."""
+    service = Service(fallback=False)
+    exchange = push(service)
+
+    answers = []
+    while not answers:
+        answers = exchange.on_leg(FAILED, 1.0)
+
+    assert parse(answers)[0].immediate_response.status.code == 503
+
+
+def test_refusal_of_a_worker_that_pushes_is_relayed(service):
+    """The other leg waits in vain."""
+    exchange = push(service)
+
+    (answer,) = parse(exchange.on_leg(LegAnswer(422, b"no", "text/x", served=P1), 1.0))
+
+    assert (answer.immediate_response.status.code, answer.immediate_response.body) == (422, b"no")
+
+
+@pytest.mark.parametrize("failed", [FAILED, LegAnswer(422, b"no", served=P1)])
+def test_answer_that_has_begun_is_left_alone(service, failed):
+    """Whatever becomes of the prefill leg."""
+    exchange = push(service)
+    exchange.receive(response_headers("200"), 1.0)
+
+    assert exchange.on_leg(failed, 1.0) == []
+    assert exchange.leg is None
+
+
+def test_error_waits_for_the_answer_from_elsewhere(service):
+    """A good answer does not, and ends the search."""
+    exchange = push(service)
+    while exchange.leg.leg.concurrent:
+        exchange.on_leg(FAILED, 1.0)
+
+    (answer,) = parse(exchange.receive(response_headers("500"), 1.5))
+    assert answer.HasField("override_message_timeout")
+    (answer,) = parse(exchange.on_leg(LegAnswer(200, b"all", served=D1), 2.0))
+    assert answer.immediate_response.body == b"all"
+
+    exchange = push(service)
+    while exchange.leg.leg.concurrent:
+        exchange.on_leg(FAILED, 1.0)
+    (answer,) = parse(exchange.receive(response_headers("200"), 1.5))
+    assert answer.HasField("response_headers")
+    assert exchange.leg is None
