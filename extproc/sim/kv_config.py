@@ -51,11 +51,15 @@ class KvConfig:
     hold_s: float = 480.0
     """How long blocks that nobody pulls are kept, in simulated seconds (real ones at speed 0); vLLM's default."""
 
+    host: str = "127.0.0.1"
+    """Address of the side channel and the bootstrap server, by which other workers reach them too; vLLM's
+    ``VLLM_NIXL_SIDE_CHANNEL_HOST``."""
+
     port: int = 0
-    """TCP port of the side channel, on loopback; 0 takes a free one."""
+    """TCP port of the side channel; 0 takes a free one."""
 
     bootstrap_port: int = 8998
-    """TCP port of Mooncake's bootstrap server, on loopback; vLLM's default. 0 takes a free one."""
+    """TCP port of Mooncake's bootstrap server; vLLM's default. 0 takes a free one."""
 
     zmq_address: str | None = None
     """``host:port`` by which P2P-NCCL request ids name this worker; None is the side channel's."""
@@ -68,6 +72,8 @@ class KvConfig:
         self._check_known("connector", Connector)
         self._check_known("transfer_mode", TransferMode)
         self._check_numbers()
+        if not self.host or self.host in ("0.0.0.0", "::"):  # noqa: S104  not bound, refused
+            raise ValueError(f"kv host must be an address that others can reach, got {self.host!r}")
         if self.transfer_mode == TransferMode.PUSH and self.connector != Connector.NIXL:
             raise ValueError("kv transfer_mode push needs the connector nixl")
         self._check_address("zmq_address")

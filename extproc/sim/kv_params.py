@@ -59,3 +59,8 @@ def split_address(address: str) -> tuple[str, int] | None:
     if not host or re.fullmatch("[0-9]{1,5}", port) is None or int(port) > 0xFFFF:
         return None
     return host, int(port)
+
+
+def in_url(host: str) -> str:
+    """Return *host* as it stands before a port."""
+    return f"[{host}]" if ":" in host else host

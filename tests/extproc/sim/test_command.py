@@ -66,7 +66,7 @@ def test_flags_become_settings():
         "--retry-after 23 "
         "--lora-modules x y=/p --lora-modules z --root-path /r --ssl-certfile c.pem --ssl-keyfile k.pem "
         "--role prefill --kv-connector nccl --kv-transfer-mode pull --kv-transfer-mb-per-s 24 "
-        "--kv-bytes-per-token 25 --kv-hold-s 26 --kv-port 27 --bootstrap-port 28 "
+        "--kv-bytes-per-token 25 --kv-hold-s 26 --kv-host ::2 --kv-port 27 --bootstrap-port 28 "
         "--zmq-address a:29 --discovery-address b:30 "
         "--api-key secret --startup-delay 20 --data-parallel-size 21 --data-parallel-start-rank 22"
     )
@@ -101,6 +101,7 @@ def test_flags_become_settings():
             transfer_mb_per_s=24,
             bytes_per_token=25,
             hold_s=26,
+            host="::2",
             port=27,
             bootstrap_port=28,
             zmq_address="a:29",
@@ -137,6 +138,10 @@ def test_flags_become_settings():
         (["--root-path", "/x/"], "root_path must start with / and not end so, got '/x/'"),
         (["--ssl-keyfile", "k"], "ssl_keyfile needs ssl_certfile"),
         (["--kv-hold-s", "0"], "kv hold_s must be > 0, got 0.0"),
+        (
+            ["--kv-host", "0.0.0.0"],
+            "kv host must be an address that others can reach, got '0.0.0.0'",
+        ),
         (["--kv-port", "65536"], "kv port must be 0 to 65535, got 65536"),
         (["--kv-bytes-per-token", "0"], "kv bytes_per_token must be >= 1, got 0"),
         (["--kv-transfer-mb-per-s", "-1"], "kv transfer_mb_per_s must be >= 0, got -1.0"),

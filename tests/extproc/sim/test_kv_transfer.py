@@ -7,6 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.sim.kv_config import KvConfig
+from extproc.sim.kv_params import in_url
 from extproc.sim.kv_wire import FRAME_LIMIT_BYTES, Done, encode
 
 COMPLETIONS = "/v1/completions"
@@ -79,6 +80,37 @@ def nccl_id(first, second):
     """Return a request id of P2P-NCCL for two workers."""
     a, b = first.kv.zmq_address, second.kv.zmq_address
     return f"___prefill_addr_{a}___decode_addr_{b}_{'0a' * 16}"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "::1"])
+@pytest.mark.parametrize("connector", ["nixl", "mooncake", "nccl"])
+async def test_workers_reach_each_other_at_the_address_given(pair, post, connector, host):
+    """As Pods must, which have no loopback in common."""
+    first, second = await pair(connector=connector, host=host)
+    request_id, params, told = None, None, PREFILL
+    if connector == "nccl":
+        request_id, told = nccl_id(first, second), None
+    elif connector == "mooncake":
+        told = {**PREFILL, "transfer_id": "t"}
+    status, document = await post(first, told, max_tokens=1, request_id=request_id)
+    assert status == 200, document
+    if connector == "nixl":
+        params = document["kv_transfer_params"]
+        assert params["remote_host"] == host
+    elif connector == "mooncake":
+        bootstrap = f"http://{in_url(host)}:{first.kv.bootstrap.port}"
+        params = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": "t",
+            "remote_engine_id": first.kv.engine_ids[0],
+            "remote_bootstrap_addr": bootstrap,
+        }
+
+    status, document = await post(second, params, request_id=request_id)
+
+    assert status == 200, document
+    assert document["usage"]["completion_tokens"] == 8
 
 
 async def test_decode_pulls_what_prefill_computed(pair, post, metrics):
