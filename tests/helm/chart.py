@@ -26,6 +26,10 @@ PRESETS = {
     "sidecar-only": ["--set", "mode=sidecar-only"],
     "everything": ["-f", str(Path(__file__).parent / "cases" / "everything.yaml")],
     "try-out": ["--set", "simWorkers.enabled=true,envoy.fromWheel=true"],
+    "try-out-pd": [
+        *("-f", str(CHART / "values-pd.yaml")),
+        *("--set", "simWorkers.enabled=true,vllm.enabled=false,envoy.fromWheel=true"),
+    ],
 }
 """Arguments of Helm by the name of the case."""
 

@@ -10,7 +10,7 @@ import yaml
 
 from extproc.config import SECRETS, Config
 from tests.chart_schema import CHART_DECIDES, DETAILS, config_schema, value_comments
-from tests.helm.chart import CHART, Helm, dotted
+from tests.helm.chart import CHART, PRESETS, Helm, dotted
 
 VALUES = (CHART / "values.yaml").read_text()
 PATHS = dict(dotted(yaml.safe_load(VALUES)))
@@ -144,10 +144,20 @@ def test_one_key_and_a_file_of_keys_go_together(helm: Helm):
 
 
 @pytest.mark.helm
-def test_simulated_workers_are_refused_with_prefill_and_decode(helm: Helm):
-    """They hand KV over on one machine only."""
-    words = helm.refusal(
-        "-f", str(CHART / "values-pd.yaml"), "--set", "simWorkers.enabled=true,vllm.enabled=false"
-    )
+def test_simulated_workers_take_the_roles_of_prefill_and_decode(helm: Helm):
+    """Those of each role are found by its selector, and reach each other at their Pods' addresses."""
+    deployments = {
+        one["metadata"]["name"]: one["spec"]["template"]
+        for one in helm.render(*PRESETS["try-out-pd"])
+        if one["kind"] == "Deployment" and "-sim-" in one["metadata"]["name"]
+    }
 
-    assert "simulated workers cannot hand KV over" in words
+    assert len(deployments) == 2
+    for role in ("prefill", "decode"):
+        template = next(found for name, found in deployments.items() if name.endswith(role))
+        assert template["metadata"]["labels"]["vllm.ai/role"] == role
+        (container,) = template["spec"]["containers"]
+        assert {f"--role={role}", "--kv-connector=nixl", "--kv-host=$(POD_IP)"} <= set(
+            container["args"]
+        )
+        assert "POD_IP" in {one["name"] for one in container["env"]}

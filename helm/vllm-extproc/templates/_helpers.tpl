@@ -235,9 +235,6 @@ seccompProfile:
 {{- if and $values.discovery.allNamespaces $values.discovery.namespace -}}
 {{- fail "discovery: give namespace or allNamespaces, not both" -}}
 {{- end -}}
-{{- if and $values.simWorkers.enabled $pd -}}
-{{- fail "simWorkers: simulated workers cannot hand KV over between Pods; turn config.vllm_pd_disaggregation off" -}}
-{{- end -}}
 {{- $keys := or $values.auth.apiKey.existingSecret $values.auth.apiKeysFile.existingSecret -}}
 {{- $tokens := or $values.auth.jwks.existingSecret $values.config.jwt_issuer -}}
 {{- $ways := compact (list $keys $values.auth.htpasswdFile.existingSecret $tokens (join "" $values.config.api_key_validation_urls)) -}}
