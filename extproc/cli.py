@@ -75,6 +75,22 @@ def build_parser() -> argparse.ArgumentParser:
     check.add_argument("config_file", nargs="?", type=Path, metavar="CONFIG", help="YAML file")
     add_config_flags(check)
 
+    drain = add("drain", _drain, "Drain the Envoy beside `serve` before both are stopped.")
+    drain.add_argument(
+        "--files",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="directory, shared with Envoy's container, in which both say that they are asked to stop",
+    )
+    drain.add_argument(
+        "--service-pid",
+        type=int,
+        metavar="PID",
+        help="process of `serve`, whose /readiness is to fail first (in its container: 1)",
+    )
+    add_config_flags(drain)
+
     sim_worker = add("sim-worker", _sim_worker, "Run a simulated vLLM worker.")
     sim.add_arguments(sim_worker)
 
@@ -229,6 +245,14 @@ def _check(parsed: argparse.Namespace) -> int:
         raise ConfigError("give the file once: as CONFIG or with --config")
     check(config_from(parsed))
     return 0
+
+
+def _drain(parsed: argparse.Namespace) -> int:
+    from extproc import drain_command
+
+    config = config_from(parsed)
+    log.configure(config.log_level, config.log_dir, "drain")
+    return drain_command.run(config, parsed.files, parsed.service_pid)
 
 
 def _sim_worker(parsed: argparse.Namespace) -> int:

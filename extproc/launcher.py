@@ -32,6 +32,7 @@ from extproc.child import Child
 from extproc.config import Config, bind_ip
 from extproc.envoy_admin import EnvoyAdmin
 from extproc.envoy_binary import find_envoy
+from extproc.envoy_drain import close_and_wait
 from extproc.errors import ConfigError
 from extproc.key_sources import KEY_OPTIONS
 from extproc.limits import max_connections, memory_bytes, raise_open_files
@@ -200,18 +201,7 @@ class Launcher:
         def in_time() -> bool:
             return envoy.running and time.monotonic() < deadline and not stop.is_set()
 
-        # An Envoy that is busy may not answer at once; what it does not answer is not known, not zero.
-        closed = False
-        active: int | None = None
-        while active != 0 or not closed:
-            if not closed:
-                closed = (
-                    await self._admin.fail_health_check() and await self._admin.close_listeners()
-                )
-            active = await self._admin.active_requests()
-            if (active == 0 and closed) or not in_time():
-                break
-            await asyncio.sleep(POLL_S)
+        active = await close_and_wait(self._admin, in_time)
         if active != 0 and envoy.running:
             log.warning("requests cut at the end of the grace time", active_requests=active)
 
