@@ -6,11 +6,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .cache/vllm
+HELM_CACHE ?= .cache/helm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
-.PHONY: help sync run run-pd demo test heavy test-vllm fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run run-pd demo test heavy test-vllm test-helm fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,6 +53,10 @@ $(VLLM_STAMP):
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## Prefill and decode on two real vLLM engines, on the CPU
 	@VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+
+test-helm: $(STAMP) ## The chart, with Helm 3 and 4 (fetched into .cache/helm the first time: 70 MB)
+	@$(BIN)/python tests/helm/fetch.py $(HELM_CACHE)
+	@HELM_CACHE=$(abspath $(HELM_CACHE)) $(BIN)/python -m pytest tests/helm $(PYTEST_ARGS) $(ARGS)
 
 fast: $(STAMP) ## Tests that start no Envoy
 	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)
@@ -97,8 +102,8 @@ proto: $(STAMP) ## Generate protos/*_pb2.py again
 docs: $(STAMP) ## Generate the configuration table and envoy/standalone.yaml again
 	@$(BIN)/python -m tests.generate
 
-golden: docs ## Same, and the golden files of the tests
-	@$(BIN)/python -m pytest tests/extproc/xds --update-golden -q
+golden: docs ## Same, and the golden files of the tests (of the chart's, where `make test-helm` has fetched Helm)
+	@$(BIN)/python -m pytest tests/extproc/xds tests/helm/test_golden.py --update-golden -q
 
 build: $(STAMP) ## A wheel in dist/
 	@$(BIN)/python -m hatchling build -t wheel
