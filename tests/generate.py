@@ -2,7 +2,9 @@
 
 * the table of options in ``docs/configuration.md``, between its two markers, from ``Config``;
 * ``envoy/standalone.yaml``, from the same builders that serve xDS;
-* ``docs/admin-api.md``, from the declarations of the endpoints.
+* ``docs/admin-api.md``, from the declarations of the endpoints;
+* ``values.schema.json`` of the Helm chart, from ``Config`` and the chart's ``values.yaml``;
+* the chart's copies of ``envoy/bootstrap.yaml`` and of the list of options that change while the router runs.
 
 A test fails when one of them differs from what the code makes now.
 """
@@ -23,9 +25,11 @@ from extproc.config import Config
 from extproc.envoy_settings import envoy_model
 from extproc.openapi import build_document, render_page
 from extproc.registry import DEFAULT_POOL
+from extproc.reload import RELOADABLE
 from extproc.xds.bootstrap import to_yaml
 from extproc.xds.standalone import build_standalone
 from policies import registry
+from tests.chart_schema import CHART, values_schema
 
 ROOT = Path(__file__).parents[1]
 CONFIGURATION = ROOT / "docs" / "configuration.md"
@@ -110,6 +114,16 @@ def admin_api() -> str:
     return render_page(build_document())
 
 
+def bootstrap_copy() -> str:
+    """Return ``envoy/bootstrap.yaml``: a chart can hold no file from outside of it."""
+    return (ROOT / "envoy" / "bootstrap.yaml").read_text()
+
+
+def live_options() -> str:
+    """Return the options whose change needs no restart, one a line."""
+    return "".join(f"{name}\n" for name in sorted(RELOADABLE))
+
+
 def _description(hint: Any) -> str:
     """Return the description of an annotated type; ranges may be nested inside it."""
     while typing.get_origin(hint) is typing.Annotated:
@@ -126,7 +140,14 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return shown if shown in ("none", "on", "off") else f"`{shown}`"
 
 
-GENERATED = {CONFIGURATION: configuration, STANDALONE: standalone, ADMIN_API: admin_api}
+GENERATED = {
+    CONFIGURATION: configuration,
+    STANDALONE: standalone,
+    ADMIN_API: admin_api,
+    CHART / "values.schema.json": values_schema,
+    CHART / "files" / "bootstrap.yaml": bootstrap_copy,
+    CHART / "files" / "live-options.txt": live_options,
+}
 
 
 if __name__ == "__main__":
