@@ -1,0 +1,141 @@
+"""Values: each explained, each used, and wrong ones refused in words that help."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import yaml
+
+from extproc.config import SECRETS, Config
+from tests.chart_schema import CHART_DECIDES, DETAILS, config_schema, value_comments
+from tests.helm.chart import CHART, Helm, dotted
+
+VALUES = (CHART / "values.yaml").read_text()
+PATHS = dict(dotted(yaml.safe_load(VALUES)))
+LEAVES = [
+    path
+    for path, value in PATHS.items()
+    if not (isinstance(value, dict) and value and path not in DETAILS)
+    and not any(path.startswith(f"{free}.") for free in DETAILS)
+]
+"""Values that hold no others by themselves."""
+
+CHOSEN_BY_DISCOVERY = frozenset(
+    {
+        "service_discovery",
+        "service_discovery_namespace",
+        "service_discovery_port",
+        "selector",
+        "prefill_selector",
+        "decode_selector",
+        "bootstrap_port_annotation",
+    }
+)
+
+
+@pytest.mark.parametrize("path", LEAVES)
+def test_every_value_is_explained(path):
+    """By a comment right above it, in a sentence."""
+    comment = value_comments(VALUES).get(path, "")
+
+    assert comment.endswith("."), f"{path}: {comment!r}"
+
+
+def test_every_value_is_used():
+    """What nothing reads would be set in vain."""
+    templates = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+
+    for path in LEAVES:
+        head, _, last = path.rpartition(".")
+        whole = f".Values.{path}" in templates
+        # `with .Values.auth.apiKey` and a variable for a part make the rest of the path short.
+        part = re.search(rf"[.$]\w*\.?{re.escape(last)}\b", templates)
+        known = not head or head.split(".")[0] in templates
+        assert whole or (part and known), path
+
+
+def test_every_detail_is_about_a_value():
+    """Else it would be left over."""
+    assert set(DETAILS) <= set(PATHS)
+
+
+def test_schema_has_every_option_of_the_router_that_is_the_users():
+    """What the chart decides is missing, secrets too: they must not lie in a ConfigMap."""
+    options = set(config_schema()["properties"])
+
+    assert options == set(Config.__struct_fields__) - CHART_DECIDES - SECRETS
+    assert set(Config.__struct_fields__) >= CHART_DECIDES - CHOSEN_BY_DISCOVERY
+    assert "policy" in options
+
+
+def test_schema_refers_to_nothing_outside():
+    """Helm would fetch it."""
+    text = (CHART / "values.schema.json").read_text()
+
+    assert "$ref" not in text
+    assert json.loads(text)["additionalProperties"] is False
+
+
+WRONG = {
+    "config.prot=80": ["config", "prot"],
+    "config.queue_size=-1": ["config", "queue_size", "0"],
+    "config.policy=7": ["config", "policy"],
+    "config.retry_budget_ratio=2": ["retry_budget_ratio", "1"],
+    "config.api_key=secret": ["config", "api_key"],
+    "config.port=80": ["config", "port"],
+    "mode=proxy": ["mode"],
+    "replica=2": ["replica"],
+    "replicas=two": ["replicas", "integer"],
+    "image.digest=sha256:12": ["image", "digest"],
+    "discovery.selector[0]=app": ["discovery", "selector"],
+    "ports.http=80": ["ports", "http"],
+    "service.type=ExternalName": ["service", "type"],
+    "vllm.groups[0].name=x": ["groups", "role"],
+    "envoy.logLevel=debug": ["envoy", "logLevel"],
+    "envoy.maxHeapBytes=lots": ["envoy", "maxHeapBytes"],
+}
+
+
+@pytest.mark.helm
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", WRONG)
+def test_wrong_value_is_refused_by_its_name(each_helm: Helm, setting):
+    """Before anything is rendered."""
+    words = each_helm.refusal("--set", setting)
+
+    assert "schema" in words
+    for word in WRONG[setting]:
+        assert word in words
+
+
+IMPOSSIBLE = {
+    "discovery.selector=null": "discovery.selector: at least one label is needed",
+    "config.vllm_pd_disaggregation=true": "prefillSelector and decodeSelector must be given",
+    "discovery.allNamespaces=true,discovery.namespace=x": "namespace or allNamespaces, not both",
+    "tls.clientCa.existingSecret=x": "tls.existingSecret must be given too",
+    "mode=sidecar-only,auth.apiKey.existingSecret=x": "are the gateway's matter",
+    "mode=sidecar-only,ingress.enabled=true": "turn ingress and httpRoute off",
+    "envoy.resources.limits=null": "set resources.limits.memory or maxHeapBytes",
+    "envoy.resources.limits.memory=2Xi": "the unit of",
+    "httpRoute.enabled=true": "httpRoute.parentRefs: name the Gateway",
+}
+
+
+@pytest.mark.helm
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
+def test_values_that_do_not_go_together_are_refused(helm: Helm, settings):
+    """In a sentence of ours."""
+    assert IMPOSSIBLE[settings] in helm.refusal("--set", settings)
+
+
+@pytest.mark.helm
+def test_simulated_workers_are_refused_with_prefill_and_decode(helm: Helm):
+    """They hand KV over on one machine only."""
+    words = helm.refusal(
+        "-f", str(CHART / "values-pd.yaml"), "--set", "simWorkers.enabled=true,vllm.enabled=false"
+    )
+
+    assert "simulated workers cannot hand KV over" in words
