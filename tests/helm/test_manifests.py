@@ -138,7 +138,8 @@ def test_containers_of_ours_may_do_nothing(helm: Helm, case):
             assert context["allowPrivilegeEscalation"] is False
             assert context["privileged"] is False
             assert context["seccompProfile"] == {"type": "RuntimeDefault"}
-            assert one_of_them["resources"]
+            for quantities in one_of_them["resources"].values():
+                assert all(isinstance(quantity, str) for quantity in quantities.values())
             if one_of_them["name"] != "vllm":
                 found += 1
                 assert context["readOnlyRootFilesystem"] is True
@@ -156,6 +157,18 @@ def test_every_container_has_three_probes_on_a_port_of_its_own(helm: Helm, case)
             for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
                 probe = one_of_them[kind]
                 assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in ports
+
+
+@pytest.mark.parametrize("case", PRESETS)
+def test_every_port_names_its_protocol(helm: Helm, case):
+    """Helm 4 applies on the server, and that of 1.20 takes no list of ports without it."""
+    objects = helm.render(*PRESETS[case])
+    ports = [port for o in objects if o["kind"] == "Service" for port in o["spec"]["ports"]]
+    for _, spec in pod_specs(objects):
+        ports += [port for one_of_them in spec["containers"] for port in one_of_them["ports"]]
+
+    assert ports
+    assert all(port["protocol"] == "TCP" for port in ports)
 
 
 def test_token_reaches_the_service_alone(helm: Helm):

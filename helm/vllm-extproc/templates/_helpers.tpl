@@ -253,3 +253,16 @@ seccompProfile:
 {{- end -}}
 {{- end -}}
 {{- end -}}
+
+{{/* Resources with every quantity as a string: servers of 1.20 take no number in a server-side apply, as Helm 4 does it. */}}
+{{- define "router.resources" -}}
+{{- $found := deepCopy . -}}
+{{- range $kind := list "requests" "limits" -}}
+{{- if hasKey $found $kind -}}
+{{- range $name, $quantity := get $found $kind -}}
+{{- $_ := set (get $found $kind) $name (toString $quantity) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $found -}}
+{{- end -}}
