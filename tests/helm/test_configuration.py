@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Collection
 
 import msgspec
 import pytest
 import yaml
 
 from extproc import __version__
-from extproc.cli import main
+from extproc.cli import build_parser, config_from, main
 from extproc.config import SECRETS, Config
 from extproc.envoy_binary import find_envoy
 from extproc.reload import RELOADABLE
@@ -102,29 +103,52 @@ def secret_files(tmp_path_factory):
     }
 
 
+@pytest.fixture
+def placed(helm: Helm, secret_files, tmp_path, monkeypatch):
+    """Write the configuration of a case with its files where they are here; return its path and the flags."""
+
+    def place(case: str, without: Collection[str] = ()) -> tuple[str, list[str]]:
+        objects = helm.render(*PRESETS[case])
+        config = {k: v for k, v in service_config(objects).items() if k not in without}
+        given = [f for f in flags(objects) if option_of(f) not in without]
+        for option, value in config.items():
+            if str(value).startswith("/etc/"):
+                config[option] = str(secret_files[option])
+            elif isinstance(value, str):
+                config[option] = value.replace("/var/run/vllm-extproc", str(tmp_path))
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(config))
+        for entry in container(objects, "extproc")["env"]:
+            if "secretKeyRef" in entry.get("valueFrom", {}):
+                monkeypatch.setenv(entry["name"], "a-key-of-the-tests")
+        return str(path), given
+
+    return place
+
+
+def option_of(flag):
+    return flag[2:].partition("=")[0].replace("-", "_")
+
+
+@pytest.mark.parametrize("case", PRESETS)
+def test_service_takes_its_configuration(placed, case):
+    """Its file, its flags and the keys in its environment."""
+    # Empty where the service can find Pods.
+    path, given = placed(case, without=CHOSEN_BY_DISCOVERY - OPTIONS)
+
+    config = config_from(build_parser().parse_args(["serve", "--config", path, *given]))
+
+    assert config.prometheus_host == "0.0.0.0"
+    assert bool(config.tls_cert) == bool(config.admin_api_key) == (case == "everything")
+
+
 @pytest.mark.envoy
 @pytest.mark.parametrize("case", PRESETS)
-def test_service_takes_its_configuration(
-    helm: Helm, case, secret_files, tmp_path, monkeypatch, capsys
-):
-    """With its flags and the keys in its environment; files lie elsewhere than in the Pod."""
-    objects = helm.render(*PRESETS[case])
-    # Both have to be known once the service finds Pods.
-    unknown = CHOSEN_BY_DISCOVERY - OPTIONS
-    config = {k: v for k, v in service_config(objects).items() if k not in unknown}
-    given = [f for f in flags(objects) if f[2:].partition("=")[0].replace("-", "_") not in unknown]
-    for option, value in config.items():
-        if str(value).startswith("/etc/"):
-            config[option] = str(secret_files[option])
-        elif isinstance(value, str):
-            config[option] = value.replace("/var/run/vllm-extproc", str(tmp_path))
-    path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump(config))
-    for entry in container(objects, "extproc")["env"]:
-        if "secretKeyRef" in entry.get("valueFrom", {}):
-            monkeypatch.setenv(entry["name"], "a-key-of-the-tests")
+def test_envoy_takes_what_the_service_makes_of_it(placed, case, capsys):
+    """By `vllm-extproc check`; there is no API server here, so no Pods are looked for."""
+    path, given = placed(case, without=CHOSEN_BY_DISCOVERY)
 
-    status = main(["check", "--config", str(path), *given])
+    status = main(["check", "--config", path, *given])
 
     said = capsys.readouterr()
     assert status == 0, said.err
