@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_VENV ?= .cache/vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
+K8S_CACHE ?= .cache/k8s
 ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
-.PHONY: help sync run run-pd demo test heavy test-vllm fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run run-pd demo test heavy test-vllm test-k8s fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +36,7 @@ demo: $(STAMP) ## Like run, plus two streamed conversations through the OpenAI S
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
 test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
-	@$(BIN)/python -m pytest -m "not heavy and not vllm" $(PYTEST_ARGS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not heavy and not vllm and not k8s" $(PYTEST_ARGS) $(ARGS)
 
 heavy: $(STAMP) ## Tests that load the whole machine (overload, ten thousand requests in a queue, chaos) or repeat much
 	@$(BIN)/python -m pytest -m heavy $(ARGS)
@@ -53,11 +54,16 @@ $(VLLM_STAMP):
 test-vllm: $(STAMP) $(VLLM_STAMP) ## Prefill and decode on two real vLLM engines, on the CPU
 	@VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
+test-k8s: $(STAMP) ## Discovery in Kubernetes, with a real API server; the first time it is built, from Debian's source
+	@for tool in etcd:etcd-server etcdctl:etcd-client openssl:openssl; do command -v $${tool%%:*} >/dev/null || { echo "$${tool%%:*} is not there; on Debian: apt-get install $${tool##*:}" >&2; exit 1; }; done
+	@tests/k8s/build.sh $(K8S_CACHE) kube-apiserver
+	@K8S_CACHE=$(abspath $(K8S_CACHE)) $(BIN)/python -m pytest -m k8s tests/k8s $(ARGS)
+
 fast: $(STAMP) ## Tests that start no Envoy
-	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not k8s" $(ARGS)
 
 cover: $(STAMP) ## Branch coverage of the pure parts
-	@$(BIN)/python -m pytest -m "not envoy" --cov --cov-report=term-missing:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not k8s" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 chaos: $(STAMP) ## Break workers under load for a minute (CHAOS_SECONDS, CHAOS_SEED, CHAOS_POLICY)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-60} $(BIN)/python -m pytest tests/e2e/test_chaos.py -q -s $(ARGS)
