@@ -242,6 +242,7 @@ class _Source:
                     else:
                         async for lines in api.watch(selector, action):
                             may_end = False
+                            follower.on_begun(loop.time())
                             await self._take(index, follower, lines)
                             self._note(index, follower, reasons)
                         follower.on_end(loop.time())
