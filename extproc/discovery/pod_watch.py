@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from extproc.discovery.pods import Pod, PodDefaults, PodState, Reading, needs_zone, read_pod
+from extproc.discovery.pods import Pod, PodDefaults, PodState, Reading, needs_zone, read_pod, trim
 from extproc.discovery.updates import Add, Remove, Reset, Update, WorkerSpec, WorkerType
 
 FIRST_BACKOFF_S = 0.2
@@ -364,22 +364,32 @@ class PodWorkers:
         pods = self._pods[selector]
         match happening:
             case Replace(found):
-                fresh = {pod.metadata.uid: pod for pod in found}
-                changed = [uid for uid in pods.keys() | fresh if pods.get(uid) != fresh.get(uid)]
-                pods.clear()
-                pods.update(fresh)
-                for uid in changed:
+                for uid in pods.keys() - {pod.metadata.uid for pod in found}:
+                    del pods[uid]
                     self._read(uid)
+                for pod in found:
+                    self._put(pods, pod)
             case Put(pod):
-                pods[pod.metadata.uid] = pod
-                self._read(pod.metadata.uid)
+                self._put(pods, pod)
             case Drop(pod):
                 pods.pop(pod.metadata.uid, None)
                 self._read(pod.metadata.uid)
 
+    def _put(self, pods: dict[str, Pod], pod: Pod) -> None:
+        known = pods.get(pod.metadata.uid)
+        if known is pod:
+            return
+        trim(pod, self._defaults)
+        if known != pod:
+            pods[pod.metadata.uid] = pod
+            self._read(pod.metadata.uid)
+
     def on_zone(self, node: str, zone: str) -> None:
         """Learn the zone of a node; empty: it has none."""
+        before = self._zones.get(node, "")
         self._zones[node] = zone
+        if zone == before:
+            return
         for uid, name in list(self._node_of.items()):
             if name == node:
                 self._read(uid)

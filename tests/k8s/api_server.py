@@ -14,6 +14,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ class ApiServer:
             directory,
         )
         self._server: Program | None = None
-        self._kept: dict[str, http.client.HTTPSConnection] = {}
+        self._kept: dict[int, http.client.HTTPSConnection] = {}
+        """By thread."""
+
         self.start()
 
     def start(self) -> None:
@@ -154,7 +157,8 @@ class ApiServer:
         """Send a request as an administrator; return the status and the JSON."""
         headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": kind}
         text = None if body is None else json.dumps(body)
-        for connection in (self._kept.pop("connection", None), self._connect()):
+        thread = threading.get_ident()
+        for connection in (self._kept.pop(thread, None), self._connect()):
             if connection is None:
                 continue
             try:
@@ -164,7 +168,7 @@ class ApiServer:
             except (OSError, http.client.HTTPException):
                 connection.close()
                 continue
-            self._kept["connection"] = connection
+            self._kept[thread] = connection
             shown = json.loads(content) if content.startswith(b"{") else content.decode()
             return answer.status, shown
         raise ConnectionError("the API server does not answer")
