@@ -65,7 +65,7 @@ def envoy_model(
         max_payload_bytes=config.max_payload_size,
         idle_timeout_s=config.request_timeout_secs,
         decision_timeout_s=config.decision_timeout_secs,
-        fail_closed=config.fail_closed,
+        fail_closed=config.fail_closed or not decodes_whole(config),
         full_duplex=config.body_mode == "full_duplex",
         health=HealthChecks(
             path=config.health_check_endpoint,
@@ -111,6 +111,11 @@ def envoy_model(
         ),
         events_dir=config.envoy_events_dir,
     )
+
+
+def decodes_whole(config: Config) -> bool:
+    """Tell whether any worker may get a request that the service has not seen."""
+    return not config.vllm_pd_disaggregation or connector(config.kv_connector).decodes_whole
 
 
 def split_rules(config: Config) -> SplitRules | None:

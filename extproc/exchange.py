@@ -57,6 +57,7 @@ from extproc.ext_proc_answers import (
     CONTINUE_RESPONSE_TRAILERS,
     ENDPOINT_KEY,
     HANDOVER_KEY,
+    LENGTH_KEY,
     MAX_RETRIES_HEADER,
     MAX_WAIT_S,
     METADATA_NAMESPACE,
@@ -84,6 +85,7 @@ from extproc.pd.paths import phase_of
 from extproc.pool import Lease
 from extproc.prefill_legs import LEG_HEADER, Handover, LegAnswer, PrefillLeg, PrefillLegs
 from extproc.router import (
+    ONLY_SPLIT,
     WHOLE,
     Decision,
     Held,
@@ -108,7 +110,10 @@ MAX_REQUEST_ID_CHARS = 256
 """A longer value of another header is taken for no id."""
 
 PREFILL_REFUSED = "router_prefill_refused"
-"""Details of an answer that is a prefill worker's."""
+"""Details, for the access log, of an answer that is a prefill worker's."""
+
+ANSWERED_ELSEWHERE = "router_answered_elsewhere"
+"""The same of one that is another decode worker's."""
 
 DEFAULT_MAX_ROUTED_BYTES = 8 * 2**20
 
@@ -236,7 +241,7 @@ class Exchange:
             case "request_trailers":
                 answers = self._on_request_trailers(now)
             case "response_headers":
-                answers = self._on_response_headers(message)
+                answers = self._on_response_headers(message, now)
             case "response_body":
                 answers = self._on_response_body(message.response_body)
             case "response_trailers":
@@ -282,9 +287,9 @@ class Exchange:
             return []
         self.leg = None
         if self._legs is not None:
-            self._legs.drop(leg)  # Envoy may never have asked about it
+            self._give_back(now, self._legs.drop(leg))  # Envoy may never have asked about it
         if leg.whole:
-            return self._interrupt(answer, whole=True)
+            return self._interrupt(answer, now, whole=True)
         if leg.leg.concurrent:  # the other leg has not waited for it
             rules.connector.learn(leg.peer, answer.body if answer.succeeded else None)
             return self._on_concurrent(leg, answer, now)
@@ -305,43 +310,42 @@ class Exchange:
             if asked.progress.whole:
                 return self._answer(asked, asked.decode, now)
             asked.decode = None
-            self._give_back(now)
+            self._give_own_back(now)
         return self._decide(asked, now)
 
     def _on_concurrent(self, leg: PrefillLeg, answer: LegAnswer, now: float) -> list[bytes]:
         """Go on after a leg that the other one has not waited for: if it failed, that one waits in vain."""
         asked, self._beside = self._beside, None
-        if answer.succeeded or asked is None:
+        legs, rules = self._legs, self._router.split_rules
+        if answer.succeeded or asked is None or legs is None or rules is None or self._begun:
             return []
-        if self.waiting:
-            asked.computed, asked.progress = None, WHOLE
+        if not self.waiting and not isinstance(self.decision, Routed):
             return []
-        if self._begun or not self._buffered or not isinstance(self.decision, Routed):
-            return []
-        worker, legs = leg.decision.workers[0], self._legs
+        worker = leg.decision.workers[0]
         failed = (*asked.progress.failed, worker)
-        if answer.refused or legs is None:
-            return self._interrupt(answer)
-        if len(failed) < MAX_LEGS and self._router.has(worker):
+        again = not answer.refused and len(failed) < MAX_LEGS and self._router.has(worker)
+        if again:
             asked.progress = dataclasses.replace(asked.progress, failed=failed)
             self._beside, self.leg = asked, legs.again(leg)
+            return []
+        if answer.refused or not rules.fallback:
+            return self._interrupt(answer, now)
+        asked.computed = None
+        if self.waiting:  # for somebody who generates, who now does all of it
+            asked.progress = WHOLE
             return []
         return self._answer_elsewhere(asked, answer, legs, now)
 
     def _answer_elsewhere(
         self, asked: Asked, answer: LegAnswer, legs: PrefillLegs, now: float
     ) -> list[bytes]:
-        """Have a decode worker do all of it, where that is wanted."""
-        rules = self._router.split_rules
-        if rules is None or not rules.fallback:
-            return self._interrupt(answer)
-        asked.computed = None
+        """Have a decode worker do all of it."""
+        self._give_own_back(now)  # the leg has a lease of its own
         found = self._router.decide(asked.request, now, subset=self._subset)
         if isinstance(found, Routed):
             found, _ = hand_over(asked, found, self._router)
         if not isinstance(found, Routed):
-            return self._interrupt(answer)
-        self._give_back(now)  # the leg has a lease of its own
+            return self._interrupt(answer, now)
         self.leg = legs.prepare_whole(
             found,
             found.body or asked.request.body or b"",
@@ -351,13 +355,17 @@ class Exchange:
         )
         return []
 
-    def _interrupt(self, answer: LegAnswer, *, whole: bool = False) -> list[bytes]:
+    def _interrupt(self, answer: LegAnswer, now: float, *, whole: bool = False) -> list[bytes]:
         """Give the client *answer* instead of what the worker that it waits for might say."""
+        told: Refused | Relayed = Refused(Refusal.PREFILL_FAILED)
         if answer.refused or (whole and answer.served):
-            details = "router_answered_elsewhere" if whole else PREFILL_REFUSED
-            found = Relayed(answer.status, answer.body, answer.content_type, answer.retry_after)
-            return [relay(found, details)]
-        return [refusal(Refused(Refusal.PREFILL_FAILED))]
+            told = Relayed(answer.status, answer.body, answer.content_type, answer.retry_after)
+        if self.waiting and self.ticket is not None:
+            self._stop_waiting(self.ticket, now)
+            return self._refuse(told) if isinstance(told, Refused) else self._relay(told)
+        if isinstance(told, Refused):
+            return [refusal(told)]
+        return [relay(told, ANSWERED_ELSEWHERE if whole else PREFILL_REFUSED)]
 
     def _catch_up(self, now: float) -> list[bytes]:
         """Take the messages that came while it waited."""
@@ -391,14 +399,21 @@ class Exchange:
         if self._admitted:
             self._admitted = False
             self._admission.release()
-        if self.leg is not None and self._legs is not None:
-            self._legs.drop(self.leg)
+        self._drop_leg(now)
         if self._handover is not None and self._legs is not None:
             self._legs.ended(self._handover)
-        self._give_back(now)
+        self._give_own_back(now)
 
-    def _give_back(self, now: float) -> None:
+    def _drop_leg(self, now: float) -> None:
+        leg, self.leg = self.leg, None
+        if leg is not None and self._legs is not None:
+            self._give_back(now, self._legs.drop(leg))
+
+    def _give_own_back(self, now: float) -> None:
         lease, self._lease = self._lease, None
+        self._give_back(now, lease)
+
+    def _give_back(self, now: float, lease: Lease | None) -> None:
         if lease is not None and lease.release(now):
             self._admission.on_room(lease.worker)
 
@@ -422,7 +437,7 @@ class Exchange:
     @property
     def _longest_wait_s(self) -> float:
         """How long Envoy must wait for an answer."""
-        leg_s = 0.0 if self._legs is None else self._legs.longest_s
+        leg_s = 0.0 if self._legs is None else MAX_LEGS * self._legs.longest_s
         return min(self._admission.limits.patience_s + leg_s, MAX_WAIT_S)
 
     def _wait_on(self, ticket: Ticket, place: Place, now: float) -> list[bytes]:
@@ -552,14 +567,14 @@ class Exchange:
             case _State.DECIDED:
                 return [CONTINUE_REQUEST_TRAILERS]
 
-    def _on_response_headers(self, message: ProcessingRequest) -> list[bytes]:
+    def _on_response_headers(self, message: ProcessingRequest, now: float) -> list[bytes]:
         if not self._buffered:
             return [CONTINUE_RESPONSE_HEADERS]
         headers = header_map(message.response_headers.headers)
         if self.leg is not None and self.leg.whole:
             if headers.get(":status", "") >= "500":
                 return [be_patient(self._longest_wait_s)]
-            self.leg = None
+            self._drop_leg(now)
         self._begun = True
         merge = None if self._handover is None else self._handover.merge
         if merge is None or not merge.begin(headers):
@@ -634,8 +649,18 @@ class Exchange:
         legs, leg = self._legs, None
         if legs is not None:
             headers = {**asked.request.headers, REQUEST_ID_HEADER: self._own_id(asked)}
-            leg = prepare_leg(asked, split, self._router, legs, headers=headers, ids=self._ids)
+            leg = prepare_leg(
+                asked,
+                split,
+                self._router,
+                legs,
+                headers=headers,
+                ids=self._ids,
+                at_once=self._buffered,  # in full duplex nothing could be done for one that waits in vain
+            )
         if leg is None:
+            if not self._router.decodes_whole:
+                return self._refuse(Refused(Refusal.PREFILL_FAILED, ONLY_SPLIT))
             asked.progress = WHOLE
             if split.decode is not None:
                 return self._answer(asked, split.decode, now)
@@ -665,7 +690,7 @@ class Exchange:
         if leg is None:
             return self._refuse(Refused(Refusal.NO_WORKER))
         self.decision = leg.decision
-        self._lease = leg.decision.pool.acquire(leg.decision.workers[0])
+        self._lease, leg.lease = leg.lease, None
         granted = self._router.grant_retries(leg.decision, now)
         # It has the id that it is to have, whatever that looks like.
         asked = Asked(Request("POST", leg.path, headers), body_follows=body_follows, own_id="")
@@ -725,8 +750,7 @@ class Exchange:
                 set_header(mutation, "content-length", length)
         namespace = answer.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value
         self._set_ids(asked, decision, mutation, namespace)
-        if self._handover is not None:
-            namespace.fields[HANDOVER_KEY].string_value = self._handover.token
+        self._tell_handover(asked, decision, namespace)
         if retries is not None:
             set_header(mutation, MAX_RETRIES_HEADER, str(retries))
         if self._full_duplex:
@@ -743,6 +767,15 @@ class Exchange:
                 ranks = answer.dynamic_metadata.fields[RANK_NAMESPACE].struct_value
                 ranks.fields[worker.endpoint].string_value = str(worker.rank)
         return answer.SerializeToString()
+
+    def _tell_handover(self, asked: Asked, decision: Routed, metadata: Struct) -> None:
+        """Say what is needed before a further attempt at a request whose prompt was computed elsewhere."""
+        if self._handover is None:
+            return
+        metadata.fields[HANDOVER_KEY].string_value = self._handover.token
+        if "content-length" in asked.request.headers:
+            body = asked.request.body if decision.body is None else decision.body
+            metadata.fields[LENGTH_KEY].string_value = str(len(body or b""))
 
     def _set_ids(
         self, asked: Asked, decision: Routed, mutation: HeaderMutation, metadata: Struct

@@ -30,6 +30,9 @@ SHOWN_ID_KEY = "x-router-request-id"
 HANDOVER_KEY = "x-router-handover"
 """Dynamic metadata: the token of a request whose prompt a prefill worker has computed."""
 
+LENGTH_KEY = "x-router-length"
+"""Dynamic metadata: the length of the body that such a request was given, for attempts that go on with it."""
+
 ATTEMPT_HEADER = "x-router-attempt"
 """Which attempt at a request this is, from 1; only within Envoy."""
 

@@ -5,7 +5,9 @@ are gone with the worker that had them; only the first retry can hope that they 
 before it sends any but the first attempt, from within its retries (an upstream filter of the decode
 clusters): from the third on, or once the prefill worker is out, the prompt is computed anew.
 
-Envoy hands over the body as it was first sent. ``kv_transfer_params`` in it are replaced; all else stays.
+Envoy hands over the body as it was first sent. ``kv_transfer_params`` in it are replaced; all else stays. It also
+sets ``content-length`` to that of this body before it asks, for attempts share their headers, and whether the
+service answers at all must not matter.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from enum import Enum, auto
 
 from google.protobuf.struct_pb2 import Struct
 
-from extproc.admission import Ticket
+from extproc.admission import Admission, Ticket
 from extproc.errors import ProtocolError
 from extproc.ext_proc_answers import (
     ATTEMPT_ATTRIBUTE,
@@ -34,8 +36,8 @@ from extproc.ext_proc_answers import (
 from extproc.openai import parse_content
 from extproc.pd.connector import Peer
 from extproc.prefill_legs import Handover, LegAnswer, PrefillLeg, PrefillLegs
-from extproc.router import Decision, Progress, Router
-from extproc.split_request import Asked, make_decode_leg, prepare_leg, take_answer
+from extproc.router import Decision, Progress, Refused, Router
+from extproc.split_request import MAX_LEGS, Asked, make_decode_leg, prepare_leg, take_answer
 from policies.base import Request
 from protos.ext_proc_pb2 import ProcessingRequest, ProcessingResponse
 
@@ -57,11 +59,13 @@ class NextAttempt:
     """The state of one attempt; to its owner it looks like an ``Exchange`` in which nothing is decided."""
 
     __slots__ = (
+        "_admission",
         "_asked",
         "_handover",
         "_ids",
         "_legs",
         "_max_routed_bytes",
+        "_patient",
         "_request_id",
         "_router",
         "_state",
@@ -74,7 +78,13 @@ class NextAttempt:
     ticket: Ticket | None = None
 
     def __init__(
-        self, router: Router, legs: PrefillLegs, *, ids: random.Random, max_routed_bytes: int
+        self,
+        router: Router,
+        legs: PrefillLegs,
+        *,
+        ids: random.Random,
+        max_routed_bytes: int,
+        admission: Admission,
     ) -> None:
         """Begin. See ``Exchange`` for what is given."""
         self.leg: PrefillLeg | None = None
@@ -83,6 +93,9 @@ class NextAttempt:
         self._legs = legs
         self._ids = ids
         self._max_routed_bytes = max_routed_bytes
+        self._admission = admission
+        self._patient = False
+        """Whether Envoy has been told to wait; it listens once."""
         self._state = _State.HEADERS
         self._handover: Handover | None = None
         self._request_id = ""
@@ -102,11 +115,9 @@ class NextAttempt:
         leg, asked = self.leg, self._asked
         if leg is None or asked is None:
             return []
-        self.leg = None
-        self._legs.drop(leg)
+        self._drop_leg(now)
         if take_answer(asked, leg, answer, self._router) is not None:
-            self._state = _State.DONE
-            return [self._answer(asked.request.body or b"")]
+            return self._as_it_was()
         return self._send(asked) if asked.progress.whole else self._compute(asked, now)
 
     def resume(self, now: float) -> list[bytes]:
@@ -119,8 +130,13 @@ class NextAttempt:
 
     def close(self, now: float) -> None:
         """Forget the leg: the stream has ended."""
-        if self.leg is not None:
-            self._legs.drop(self.leg)
+        self._drop_leg(now)
+
+    def _drop_leg(self, now: float) -> None:
+        leg, self.leg = self.leg, None
+        lease = None if leg is None else self._legs.drop(leg)
+        if lease is not None and lease.release(now):
+            self._admission.on_room(lease.worker)
 
     def _on_headers(self, message: ProcessingRequest) -> list[bytes]:
         self._handover = handover = self._find(message)
@@ -144,11 +160,9 @@ class NextAttempt:
         return self._legs.handover(token)
 
     def _on_body(self, body: bytes, now: float) -> list[bytes]:
-        handover, rules = self._handover, self._router.split_rules
-        if handover is None or rules is None:
+        handover = self._handover
+        if handover is None:
             raise ProtocolError("a body that was not asked for")
-        # One that pushes is asked to hand over as if it were not known to: both legs at once would be too late.
-        rules.connector.learn(self._router.peer(handover.prefill), None)
         known = handover.request
         content = parse_content(body) if len(body) <= self._max_routed_bytes else None
         request = Request(known.method, known.path, known.headers, body, content)
@@ -158,17 +172,30 @@ class NextAttempt:
     def _compute(self, asked: Asked, now: float) -> list[bytes]:
         """Have the prompt computed once more; without a prefill worker the decode worker does it."""
         split = self._router.split_again(asked.request, now, asked.progress)
+        if isinstance(split, Refused):
+            return self._as_it_was()
         if split is not None:
             headers = {**asked.request.headers, REQUEST_ID_HEADER: self._request_id}
-            leg = prepare_leg(
-                asked, split, self._router, self._legs, headers=headers, ids=self._ids
+            self.leg = prepare_leg(
+                asked,
+                split,
+                self._router,
+                self._legs,
+                headers=headers,
+                ids=self._ids,
+                at_once=False,  # the other one is under way
             )
-            if leg is not None and not leg.leg.concurrent:
-                self.leg, self._state = leg, _State.LEG
-                return [be_patient(min(self._legs.longest_s, MAX_WAIT_S))]
-            if leg is not None:
-                self._legs.drop(leg)
-        return self._send(asked)
+        if self.leg is None:
+            return self._send(asked)
+        self._state = _State.LEG
+        if self._patient:
+            return []
+        self._patient = True
+        return [be_patient(min(MAX_LEGS * self._legs.longest_s, MAX_WAIT_S))]
+
+    def _as_it_was(self) -> list[bytes]:
+        self._state = _State.DONE
+        return [CONTINUE_REQUEST_BODY]
 
     def _send(self, asked: Asked) -> list[bytes]:
         """Return the answer that lets the attempt go on."""
@@ -176,22 +203,18 @@ class NextAttempt:
         handover, body = self._handover, asked.request.body or b""
         if handover is None:
             return [CONTINUE_REQUEST_BODY]
-        handed = make_decode_leg(asked, body, NOBODY, self._router)
-        handover.merge = handed.merge
+        leg = make_decode_leg(asked, body, NOBODY, self._router)
+        handover.merge = leg.merge
         if asked.progress.near is not None:
             handover.prefill = asked.progress.near
-        # Headers that an attempt had are those that the next one begins with, also if nothing is changed now.
-        return [self._answer(body if handed.body is None else handed.body, handed.request_id)]
-
-    def _answer(self, body: bytes, request_id: str | None = None) -> bytes:
+        if leg.body is None:
+            return [CONTINUE_REQUEST_BODY]
         answer = ProcessingResponse()
         common = answer.request_body.response
-        common.body_mutation.body = body
-        if self._handover is not None and "content-length" in self._handover.request.headers:
-            set_header(common.header_mutation, "content-length", str(len(body)))
-        if request_id:
-            set_header(common.header_mutation, REQUEST_ID_HEADER, request_id)
-        return answer.SerializeToString()
+        common.body_mutation.body = leg.body
+        if "content-length" in handover.request.headers:
+            set_header(common.header_mutation, "content-length", str(len(leg.body)))
+        return [answer.SerializeToString()]
 
 
 def is_next_attempt(message: ProcessingRequest) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from extproc.answer_merge import AnswerMerge
 from extproc.pd.connector import Leg, Peer
+from extproc.pool import Lease
 from extproc.router import Routed
 from policies.base import Request, Worker
 
@@ -42,6 +43,9 @@ NOT_SENT = frozenset(
 )
 """Headers of the client that are not about what is asked, or that the router sets itself."""
 
+BUSY = (408, 429)
+"""What a worker says that has no time for any request."""
+
 NOT_SENT_PREFIXES = (":", "x-router-", "x-envoy-", "x-gateway-")
 
 
@@ -63,6 +67,9 @@ class PrefillLeg:
 
     once: bool = False
     """Whether only this worker will do, since the leg names it."""
+
+    lease: Lease | None = None
+    """On the worker that it goes to first, until Envoy asks about it: whoever picks next must know."""
 
     whole: bool = False
     """Whether it is all of the request, for a worker that generates."""
@@ -92,7 +99,7 @@ class LegAnswer:
     @property
     def refused(self) -> bool:
         """Whether it is the client's request that the worker does not like."""
-        return 400 <= self.status < 500 and bool(self.served)
+        return 400 <= self.status < 500 and self.status not in BUSY and bool(self.served)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -146,7 +153,7 @@ class PrefillLegs:
             "x-request-id": leg.request_id or headers.get("x-request-id", token),
             LEG_HEADER: token,
         }
-        found = PrefillLeg(token, decision, leg, peer, path, sent, once)
+        found = PrefillLeg(token, decision, leg, peer, path, sent, once, _lease(decision))
         self._pending[token] = found
         return found
 
@@ -161,7 +168,12 @@ class PrefillLegs:
     def again(self, leg: PrefillLeg) -> PrefillLeg:
         """Return *leg* to be sent once more, just as it was."""
         token = self._token()
-        found = dataclasses.replace(leg, token=token, headers={**leg.headers, LEG_HEADER: token})
+        found = dataclasses.replace(
+            leg,
+            token=token,
+            headers={**leg.headers, LEG_HEADER: token},
+            lease=_lease(leg.decision),
+        )
         self._pending[token] = found
         return found
 
@@ -187,6 +199,12 @@ class PrefillLegs:
         """Return the leg of *token*, once; None when there is none."""
         return self._pending.pop(token, None)
 
-    def drop(self, leg: PrefillLeg) -> None:
-        """Forget *leg*: it is over."""
+    def drop(self, leg: PrefillLeg) -> Lease | None:
+        """Forget *leg*: it is over. Return its lease, to be given back, if Envoy has never asked about it."""
         self._pending.pop(leg.token, None)
+        lease, leg.lease = leg.lease, None
+        return lease
+
+
+def _lease(decision: Routed) -> Lease:
+    return decision.pool.acquire(decision.workers[0])

@@ -16,7 +16,7 @@ from extproc.errors import Refusal, refusal_message
 from extproc.json_edit import replace_top_level
 from extproc.model_name import model_name
 from extproc.pd.connector import Connector, Peer
-from extproc.pd.paths import phase_of
+from extproc.pd.paths import phase_of, reaches_engine
 from extproc.pd.topology import Topology, in_zone, with_partners
 from extproc.pool import Pool
 from extproc.registry import Registry
@@ -33,6 +33,9 @@ MAX_NAMES_SHOWN = 50
 
 MAX_NAME_SHOWN_CHARS = 128
 
+ONLY_SPLIT = (
+    "The workers behind this router serve only what can be split between prefill and decode."
+)
 _UNREAD = "\0unread"
 """Stands for a model that only workers may serve of whose models nothing is known."""
 
@@ -233,6 +236,11 @@ class Router:
         return self._registry.pool_of(model) is not None
 
     @property
+    def decodes_whole(self) -> bool:
+        """Whether a decode worker may get a request whose prompt nobody has computed."""
+        return self.split_rules is None or self.split_rules.connector.decodes_whole
+
+    @property
     def reads_model(self) -> bool:
         """Whether the model that a request names makes a difference."""
         return bool(self._aliases) or not self._registry.uniform or bool(self._absent)
@@ -340,7 +348,9 @@ class Router:
         """Pick who computes the prompt; None: whoever generates does it himself."""
         request = asked.request
         if request.body is None or phase_of(request.path) is None:
-            return None
+            if self.decodes_whole or not reaches_engine(request.method, request.path):
+                return None
+            return Refused(Refusal.PREFILL_FAILED, ONLY_SPLIT)
         if _estimated_tokens(request) < rules.min_prefill_tokens:
             return None
         pool = self._registry.prefill_pool_of(found.model)
@@ -363,8 +373,10 @@ class Router:
         pool.on_sent(picked[0], request, asked.now)
         return Routed(pool, picked)
 
-    def split_again(self, request: Request, now: float, progress: Progress) -> Split | None:
-        """Pick who computes the prompt of a *request* once more; None: nobody can now."""
+    def split_again(
+        self, request: Request, now: float, progress: Progress
+    ) -> Split | Refused | None:
+        """Pick who computes the prompt of a *request* once more; None: whoever generates does it himself."""
         rules = self.split_rules
         if progress.whole or rules is None:
             return None
@@ -374,6 +386,8 @@ class Router:
         if not isinstance(found, _Destination):
             return None
         prefill = self._prefill(rules, found, _Asked(request, None, (), now), progress)
+        if isinstance(prefill, Refused) or (isinstance(prefill, Held) and not rules.fallback):
+            return Refused(Refusal.PREFILL_FAILED)
         return Split(prefill) if isinstance(prefill, Routed) else None
 
     def has(self, worker: Worker) -> bool:

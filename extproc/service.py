@@ -91,6 +91,7 @@ class ExtProcService:
             none if self._legs is None else self._legs,
             ids=self._ids,
             max_routed_bytes=self._max_routed_bytes,
+            admission=self.admission,
         )
 
     def set_limits(self, limits: Limits) -> None:
@@ -150,7 +151,12 @@ class ExtProcService:
         if self.sender is None:
             answer = LegAnswer(reason="nobody sends prefill legs")
         else:
-            answer = await self.sender.send(leg)
+            try:
+                answer = await self.sender.send(leg)
+            except Exception:
+                # Whatever it was: somebody waits for an answer.
+                log.exception("prefill leg failed")
+                answer = LegAnswer(reason="internal error")
         if leg.whole:
             self.metrics.answered_elsewhere.inc()
         else:

@@ -77,10 +77,12 @@ def prepare_leg(
     *,
     headers: Mapping[str, str],
     ids: random.Random,
+    at_once: bool,
 ) -> PrefillLeg | None:
     """Return what to ask a prefill worker; None: the request cannot be split.
 
-    *headers*: the client's, with the id that both legs are to have.
+    *headers*: the client's, with the id that both legs are to have. *at_once*: whether both may run at the
+    same time.
     """
     rules, request = router.split_rules, asked.request
     if rules is None:
@@ -89,7 +91,7 @@ def prepare_leg(
     asked.renamed = split.prefill.body or asked.renamed
     body = asked.renamed or request.body or b""
     other = None if split.decode is None else router.peer(split.decode.workers[0])
-    leg = rules.connector.prefill(body, request.path, peer, other, ids)
+    leg = rules.connector.prefill(body, request.path, peer, other, ids, at_once=at_once)
     if leg is None:
         return None
     # Nobody can take its place where the other leg names it.

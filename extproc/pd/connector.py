@@ -87,9 +87,19 @@ class Connector(Protocol):
     """Whether a decode worker takes requests whose prompt nobody has computed."""
 
     def prefill(
-        self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random
+        self,
+        body: bytes,
+        path: str,
+        prefill: Peer,
+        decode: Peer | None,
+        ids: random.Random,
+        *,
+        at_once: bool = True,
     ) -> Leg | None:
-        """Return the prefill leg for the client's *body*; None when the request is not split."""
+        """Return the prefill leg for the client's *body*; None when the request is not split.
+
+        *at_once*: whether both legs may run at the same time.
+        """
         ...
 
     def decode(

@@ -54,7 +54,14 @@ class Mooncake:
     decodes_whole: ClassVar[bool] = True
 
     def prefill(
-        self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random
+        self,
+        body: bytes,
+        path: str,
+        prefill: Peer,
+        decode: Peer | None,
+        ids: random.Random,
+        *,
+        at_once: bool = True,
     ) -> Leg | None:
         """Return the prefill leg; None also while the engine id of *prefill* is not known."""
         endpoint = phase_of(path) if prefill.engine_id else None

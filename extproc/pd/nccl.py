@@ -30,7 +30,14 @@ class Nccl:
     decodes_whole: ClassVar[bool] = False
 
     def prefill(
-        self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random
+        self,
+        body: bytes,
+        path: str,
+        prefill: Peer,
+        decode: Peer | None,
+        ids: random.Random,
+        *,
+        at_once: bool = True,
     ) -> Leg | None:
         """Return the prefill leg, which carries the addresses of both workers in its id."""
         if decode is None:

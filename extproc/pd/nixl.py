@@ -82,14 +82,21 @@ class Nixl:
     """What outlasts a request; shared by all that talk to the same workers."""
 
     def prefill(
-        self, body: bytes, path: str, prefill: Peer, decode: Peer | None, ids: random.Random
+        self,
+        body: bytes,
+        path: str,
+        prefill: Peer,
+        decode: Peer | None,
+        ids: random.Random,
+        *,
+        at_once: bool = True,
     ) -> Leg | None:
-        """Return the prefill leg; concurrent when *prefill* is known to push."""
+        """Return the prefill leg; concurrent when *prefill* is known to push, if that may be."""
         endpoint = phase_of(path)
         edited = endpoint and build_prefill_body(body, endpoint, PREFILL_PARAMS)
         if not edited:
             return None
-        identity = self.identities.of(prefill)
+        identity = self.identities.of(prefill) if at_once else None
         if identity is None:
             return Leg(edited)
         request_id = f"{ids.getrandbits(128):032x}"

@@ -23,3 +23,18 @@ def phase_of(path: str) -> Endpoint | None:
     A query string and one trailing slash do not matter.
     """
     return _ENDPOINTS.get(path.partition("?")[0].removesuffix("/"))
+
+
+_WITHOUT_ENGINE = frozenset(
+    {
+        "/tokenize",
+        "/detokenize",
+        "/v1/chat/completions/render",
+        "/v1/completions/render",
+    }
+)
+
+
+def reaches_engine(method: str, path: str) -> bool:
+    """Tell whether a request may be one that the engine itself serves, not only the HTTP server before it."""
+    return method == "POST" and path.partition("?")[0].removesuffix("/") not in _WITHOUT_ENGINE

@@ -31,6 +31,7 @@ from extproc.xds.header_hygiene import build_early_hygiene, build_header_hygiene
 from extproc.xds.local_reply import build_local_replies
 from extproc.xds.model import LISTENER_NAME, ROUTES_NAME, EnvoyModel
 from extproc.xds.slots import AUTH_SLOT, RATE_SLOT, build_slot
+from extproc.xds.transfer_guard import build_transfer_guard
 from extproc.xds.wire import envoy_address, from_ads, seconds
 from extproc.xds.worker_address import build_worker_address_filter
 from extproc.xds.worker_key import build_worker_key_filters
@@ -117,6 +118,7 @@ def _filters(model: EnvoyModel, *, static: bool, read_body: bool = True) -> list
         slots[RATE_SLOT],
         *([build_body_size_limit(model.max_payload_bytes)] if read_body else []),
         build_ext_proc(model, read_body=read_body),
+        *(build_transfer_guard(model) if read_body else []),
         *build_worker_key_filters(static=static),
         build_router(),
     ]

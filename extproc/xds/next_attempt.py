@@ -51,6 +51,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 from extproc.ext_proc_answers import (
     ATTEMPT_ATTRIBUTE,
     ATTEMPT_HEADER,
+    LENGTH_KEY,
     MAX_WAIT_S,
     METADATA_NAMESPACE,
     REQUEST_ID_HEADER,
@@ -78,15 +79,22 @@ def build_next_attempt_filters(model: EnvoyModel) -> list[HttpFilter]:
         extension_config=TypedExtensionConfig(name=FILTER_NAME, typed_config=Any.pack(_ask(model))),
         xds_matcher=_skip_first_attempts(),
     )
+    # Attempts share their headers: one that was given another body has left its length there.
+    length = HeaderValueOption(
+        header=HeaderValue(
+            key="content-length", value=f"%DYNAMIC_METADATA({METADATA_NAMESPACE}:{LENGTH_KEY})%"
+        ),
+        append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS,
+    )
     return [
-        _mutation(Rule(append=number)),
+        _mutation(Rule(append=number), Rule(append=length)),
         HttpFilter(name="next attempt", typed_config=Any.pack(asking)),
         _mutation(Rule(remove=ATTEMPT_HEADER)),
     ]
 
 
-def _mutation(rule: Rule) -> HttpFilter:
-    mutation = HeaderMutation(mutations=Mutations(request_mutations=[rule]))
+def _mutation(*rules: Rule) -> HttpFilter:
+    mutation = HeaderMutation(mutations=Mutations(request_mutations=list(rules)))
     return HttpFilter(name=MUTATION_FILTER, typed_config=Any.pack(mutation))
 
 
@@ -125,7 +133,7 @@ def _ask(model: EnvoyModel) -> ExternalProcessor:
         ),
         mutation_rules=HeaderMutationRules(
             disallow_all=True,
-            allow_expression=RegexMatcher(regex=f"^(content-length|{REQUEST_ID_HEADER})$"),
+            allow_expression=RegexMatcher(regex="^content-length$"),
         ),
         metadata_options=MetadataOptions(
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[METADATA_NAMESPACE])

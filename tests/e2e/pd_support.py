@@ -86,6 +86,7 @@ class PdWorkers:
         self.went_on = Signal()
         """Lets prefill legs that ``wait`` go on."""
         self._seen: Counter[tuple[str, str]] = Counter()
+        self._turns: Counter[tuple[str, str]] = Counter()
         for path in SPLIT_PATHS:
             for worker in self.prefill:
                 worker.on(path, self._prefill)
@@ -119,7 +120,7 @@ class PdWorkers:
     async def _prefill(self, request: Received, stream: Stream) -> None:
         params = b',"kv_transfer_params" : ' + self.params if self.params else b""
         usage = b',"usage":' + self.prefill_usage if self.prefill_usage else b""
-        (wanted,) = request.values("x-test-prefill") or [""]
+        wanted = self._turn("prefill", request)
         body = b'{"id":"p" ,"choices":[]' + usage + params + b"}"
         if wanted.startswith("answer "):
             body = wanted.removeprefix("answer ").encode("latin-1")
@@ -131,7 +132,7 @@ class PdWorkers:
         await self._act("prefill", request, stream, wanted, json_answer(body))
 
     async def _decode(self, request: Received, stream: Stream) -> None:
-        (wanted,) = request.values("x-test-decode") or [""]
+        wanted = self._turn("decode", request)
         answer = json_answer(WHOLE_ANSWER)
         if _streams(request.body):
             answer = (
@@ -150,6 +151,14 @@ class PdWorkers:
             return
         await self._act("decode", request, stream, wanted, answer)
 
+    def _turn(self, role: str, request: Received) -> str:
+        """Return what the headers of *request* want of a worker; with ``;`` each time the next, then the last."""
+        (wanted,) = request.values(f"x-test-{role}") or [""]
+        (request_id,) = request.values("x-test-id") or [""]
+        self._turns[role, request_id] += 1
+        turns = wanted.split(";")
+        return turns[min(self._turns[role, request_id], len(turns)) - 1]
+
     async def _act(
         self, role: str, request: Received, stream: Stream, wanted: str, answer: bytes
     ) -> None:
@@ -160,6 +169,9 @@ class PdWorkers:
             wanted = "" if self._seen[role, request_id] > 1 else wanted.removesuffix(" first")
         if wanted.endswith(" twice"):
             wanted = "" if self._seen[role, request_id] > 2 else wanted.removesuffix(" twice")
+        if wanted.startswith("wait "):
+            await self.went_on.wait()
+            wanted = wanted.removeprefix("wait ")
         if wanted.isdecimal():
             await stream.send(error_answer(int(wanted)))
         elif wanted == "reset":

@@ -409,6 +409,59 @@ async def test_client_that_leaves_ends_its_decode(
     await router.until_idle()
 
 
+NAMING = (
+    b'{"model":"m","messages":[],"kv_transfer_params":{"remote_host":"evil"}}',
+    b'{"model":"m","messages":[],"kv_transf\\u0065r_params":{"remote_host":"evil"}}',
+    '{"model":"m","messages":[],"kv_transfer_params":{"remote_host":"evil"}}'.encode("utf-16"),
+)
+
+
+async def test_client_names_no_host_while_the_service_is_away(
+    start_router: StartRouter, start_pd: Callable[..., PdWorkers]
+) -> None:
+    """Requests that could are refused; others are served whole, and byte for byte."""
+    workers = start_pd(1, 1)
+    router = start_router([], *workers.flags, *QUICK, "--decision-timeout-secs", "0.2", workers=2)
+    large = chat(pad="x" * 3_000_000)
+    with router.service_stopped():
+        for body in NAMING:
+            _, response = await post(router, CHAT, body)
+            assert response.status == 503
+            openai_error(response)
+        _, response = await post(router, CHAT, NAMING[0], ("X-Router-Cluster", "default"))
+        assert response.status == 503
+        for body in (chat(), large):
+            request_id, response = await post(router, CHAT, body)
+            assert (response.status, response.body) == (200, WHOLE_ANSWER)
+            (leg,) = workers.legs(request_id, CHAT).decode
+            assert leg.sha256 == hashlib.sha256(body).hexdigest()
+    assert len(workers.decode[0].received(CHAT)) == 2
+
+
+@pytest.mark.parametrize("again", ["500", 'answer {"kv_transfer_params":{"n":"%s"}}' % ("x" * 300)])
+async def test_service_that_dies_between_two_attempts(
+    start_router: StartRouter, start_pd: Callable[..., PdWorkers], again: str
+) -> None:
+    """Attempts share their headers: the length of a body that another one had must not be said of this one."""
+    workers = start_pd(1, 2)
+    router = start_router([], *workers.flags, *QUICK, "--retry-max-retries", "5", workers=3)
+    wanted = ("X-Test-Prefill", f";{again}"), ("X-Test-Decode", "500;500;wait 500;")
+    asking = asyncio.create_task(post_as(router, CHAT, chat(), "dies", *wanted))
+    await until(lambda: len(workers.legs("dies", CHAT).decode) == 3, 10, "the third attempt")
+
+    router.kill_service()
+    workers.went_on.set()
+    response = await asking
+
+    legs = workers.legs("dies", CHAT).decode
+    assert response.status == 200
+    assert len(legs) == 4
+    assert len({len(leg.body) for leg in legs}) == 2, "the third had another body"
+    for leg in legs:
+        assert leg.values("content-length") == [str(len(leg.body))]
+        json.loads(leg.body)
+
+
 @pytest.mark.parametrize("closed", [False, True], ids=["open", "closed"])
 async def test_service_that_dies_during_a_prefill(
     start_router: StartRouter, start_pd: Callable[..., PdWorkers], closed: bool
@@ -417,7 +470,7 @@ async def test_service_that_dies_during_a_prefill(
     workers = start_pd(1, 1)
     flags = ["--fail-closed"] if closed else []
     router = start_router([], *workers.flags, *QUICK, *flags, workers=2)
-    body = b'{"model":"m","prompt":"x","kv_transfer_params":{"a":1}}'
+    body = b'{"model":"m","prompt":"x"}'
     asking = asyncio.create_task(post(router, COMPLETIONS, body, ("X-Test-Prefill", "hang")))
     prefill = workers.prefill[0]
     await until(lambda: prefill.received(COMPLETIONS), 5, "the prefill leg arrives")
@@ -433,7 +486,7 @@ async def test_service_that_dies_during_a_prefill(
         assert workers.legs(request_id, COMPLETIONS).decode == []
     else:
         assert (response.status, response.body) == (200, WHOLE_ANSWER)
-        assert len(workers.legs(request_id, COMPLETIONS).decode) == 1
+        assert [leg.body for leg in workers.legs(request_id, COMPLETIONS).decode] == [body]
     await until(lambda: workers.left[request_id], 5, "the prefill worker sees the service leave")
     await router.until_serving(20)
     router.until_workers(2)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from google.protobuf.json_format import ParseDict
 
-from extproc.ext_proc_answers import HANDOVER_KEY
+from extproc.ext_proc_answers import HANDOVER_KEY, LENGTH_KEY
 from protos.ext_proc_pb2 import (
     CommonResponse,
     HeaderMutation,
@@ -119,7 +119,7 @@ def endpoints(answer: ProcessingResponse) -> list[str]:
     fields = answer.dynamic_metadata.fields
     assert set(fields) == {"envoy.lb"}
     found = fields["envoy.lb"].struct_value.fields
-    assert set(found) - {HANDOVER_KEY} == {"x-gateway-destination-endpoint"}
+    assert set(found) - {HANDOVER_KEY, LENGTH_KEY} == {"x-gateway-destination-endpoint"}
     return found["x-gateway-destination-endpoint"].string_value.split(",")
 
 

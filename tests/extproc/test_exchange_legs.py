@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extproc.admission import Admission, Limits
 from extproc.discovery.updates import WorkerType
 from extproc.exchange import Exchange
 from extproc.pd.mooncake import Mooncake
@@ -19,6 +20,7 @@ from extproc.router import Refused, Relayed, Routed, Router, SplitRules
 from policies.round_robin import RoundRobin
 from tests.extproc.envoy_messages import (
     BUFFERED,
+    FULL_DUPLEX,
     POST,
     announce,
     bare,
@@ -30,7 +32,7 @@ from tests.extproc.envoy_messages import (
     response_headers,
     set_headers,
 )
-from tests.fleets import registry_of, spec_of
+from tests.fleets import registry_of, remove, spec_of
 
 P1, P2 = "10.0.0.1:8000", "10.0.0.2:8000"
 D1, D2 = "10.0.1.1:8000", "10.0.1.2:8000"
@@ -43,18 +45,21 @@ FAILED = LegAnswer(reason="reset")
 class Service:
     """What the exchanges of one service share."""
 
-    def __init__(self, connector=None, **rules):
+    def __init__(self, connector=None, worker_limit=None, **rules):
         specs = [
             *(spec_of(f"http://{e}", worker_type=WorkerType.PREFILL) for e in (P1, P2)),
             *(spec_of(f"http://{e}", worker_type=WorkerType.DECODE) for e in (D1, D2)),
         ]
-        self.registry = registry_of(*specs, policy=RoundRobin(), splits=True)
+        limits = {} if worker_limit is None else {"worker_limit": worker_limit}
+        self.registry = registry_of(*specs, policy=RoundRobin(), splits=True, **limits)
         self.legs = PrefillLegs(random.Random(3), longest_s=100)
         found = SplitRules(connector=connector or Nixl(), **rules)
         aliases = {"alias": "m"}
+        self.admission = Admission(Limits(queue=10))
         self.router = Router(self.registry, random.Random(1), aliases=aliases, split_rules=found)
 
     def exchange(self, **options):
+        options.setdefault("admission", self.admission)
         return Exchange(
             self.router,
             ids=random.Random(2),
@@ -293,11 +298,9 @@ PUSHED = LegAnswer(200, b'{"kv_transfer_params":' + PUSHING + b"}", served=P1)
 
 def push(service):
     """Return an exchange whose legs run at the same time."""
-    for _ in range(2):  # round robin: both prefill workers get known
-        learner, _ = service.begin()
-        served = learner.leg.decision.workers[0].endpoint
-        learner.on_leg(LegAnswer(200, PUSHED.body, served=served), 0.5)
-        learner.close(0.5)
+    for worker in service.registry.prefill_pools[0].candidates:
+        peer = service.router.peer(worker)
+        service.router.split_rules.connector.learn(peer, PUSHED.body)
     exchange, answers = service.begin()
     assert exchange.leg.leg.concurrent
     assert exchange.decision is not None
@@ -344,7 +347,7 @@ def test_request_whose_push_fails_is_answered_elsewhere(service):
     assert whole.leg.body == BODY
     assert whole.headers["x-request-id"] == "client-id"
     assert whole.decision.workers[0].endpoint in (D1, D2)
-    assert service.in_flight == {}
+    assert service.in_flight == {"default": 1}
     (answer,) = parse(exchange.on_leg(LegAnswer(200, b"all", "text/x", served=D1), 2.0))
     assert (answer.immediate_response.status.code, answer.immediate_response.body) == (200, b"all")
     exchange.close(3.0)
@@ -411,3 +414,118 @@ def test_error_waits_for_the_answer_from_elsewhere(service):
     (answer,) = parse(exchange.receive(response_headers("200"), 1.5))
     assert answer.HasField("response_headers")
     assert exchange.leg is None
+
+
+@pytest.mark.parametrize("status", [408, 429])
+@pytest.mark.parametrize("connector", [Nixl, Nccl])
+def test_worker_that_has_no_time_is_no_refusal(connector, status):
+    """Another one may have, or who generates."""
+    service = Service(connector(), fallback=connector is Nixl)
+    exchange, _ = service.begin()
+    first = exchange.leg.decision.workers[0]
+
+    answers = exchange.on_leg(LegAnswer(status, b"busy", served=first.endpoint), 1.0)
+
+    if connector is Nixl:
+        assert isinstance(exchange.decision, Routed)
+        assert answers
+    else:
+        assert exchange.leg.decision.workers[0] is not first
+
+
+def test_leg_counts_before_envoy_asks_about_it():
+    """Whoever picks meanwhile must know; a worker with room for one gets one."""
+    service = Service()
+    exchanges = [service.begin()[0] for _ in range(4)]
+
+    assert list(service.in_flight.values()) == [4]
+    assert [w.in_flight for w in service.registry.prefill_pools[0].candidates] == [2, 2]
+    exchanges[0].on_leg(FAILED, 1.0)
+    for exchange in exchanges:
+        exchange.close(1.0)
+    assert service.in_flight == {}
+
+
+def test_room_is_for_as_many_legs_as_there_is():
+    """The next request waits for a prefill worker."""
+    service = Service(worker_limit=1)
+    exchanges = [service.begin()[0] for _ in range(3)]
+
+    assert [exchange.waiting for exchange in exchanges] == [False, False, True]
+    assert all(w.in_flight == 1 for w in service.registry.prefill_pools[0].candidates)
+
+
+def test_request_is_not_in_its_own_way():
+    """The only decode worker has room for one: that which waits for the blocks in vain."""
+    service = Service(worker_limit=1)
+    remove(service.registry, f"http://{D2}")
+    exchange = push(service)
+
+    while exchange.leg is not None and exchange.leg.leg.concurrent:
+        exchange.on_leg(FAILED, 1.0)
+
+    assert exchange.leg.whole
+
+
+def test_request_that_waits_for_a_decode_worker_hears_of_its_push(service):
+    """A refusal is told at once; a failure ends with a decode worker that does all of it."""
+    service = Service(worker_limit=1)
+    remove(service.registry, f"http://{D2}")
+    first = push(service)
+    waits, _ = service.begin()
+    assert waits.waiting
+    assert waits.leg.leg.concurrent
+
+    (answer,) = parse(waits.on_leg(LegAnswer(400, b"no", served=P1), 1.0))
+
+    assert answer.immediate_response.status.code == 400
+    assert not waits.waiting
+    first.close(2.0)
+
+
+def test_answer_that_comes_after_all_leaves_no_leg_behind(service):
+    """Nor the client's headers with it."""
+    exchange = push(service)
+    while exchange.leg.leg.concurrent:
+        exchange.on_leg(FAILED, 1.0)
+    assert len(service.legs) == 1
+
+    exchange.receive(response_headers("200"), 1.5)
+
+    assert len(service.legs) == 0
+    exchange.close(2.0)
+    assert service.in_flight == {}
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/messages", "/v1/embeddings", "/invocations", "/v1/chat/completions/odd"]
+)
+def test_engine_of_nccl_gets_nothing_whole(path):
+    """It fails on a request whose id does not name both workers."""
+    service = Service(Nccl(), fallback=False)
+    exchange, answers = service.begin(headers={**POST, ":path": path})
+
+    assert parse(answers)[-1].immediate_response.status.code == 503
+    assert isinstance(exchange.decision, Refused)
+    exchange, _ = service.begin(headers={**POST, ":path": "/tokenize"})
+    assert isinstance(exchange.decision, Routed)
+
+
+def test_continued_response_does_not_reach_an_engine_of_nccl():
+    """It cannot be split."""
+    service = Service(Nccl(), fallback=False)
+    body = b'{"model": "m", "previous_response_id": "resp_1"}'
+
+    exchange, _ = service.begin(body, {**POST, ":path": "/v1/responses"})
+
+    assert isinstance(exchange.decision, Refused)
+
+
+def test_both_legs_do_not_run_at_once_in_full_duplex(service):
+    """Nothing could be done for a decode worker that waits in vain."""
+    push(service)
+    exchange = service.exchange()
+    exchange.receive(announce(request_headers(POST), FULL_DUPLEX), 0.0)
+    exchange.receive(request_body(BODY), 0.0)
+
+    assert not exchange.leg.leg.concurrent

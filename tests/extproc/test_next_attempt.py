@@ -7,8 +7,14 @@ import random
 
 import pytest
 
+from extproc.admission import Admission
 from extproc.errors import ProtocolError
-from extproc.ext_proc_answers import ATTEMPT_ATTRIBUTE, EXT_PROC_ATTRIBUTES, HANDOVER_KEY
+from extproc.ext_proc_answers import (
+    ATTEMPT_ATTRIBUTE,
+    EXT_PROC_ATTRIBUTES,
+    HANDOVER_KEY,
+    LENGTH_KEY,
+)
 from extproc.next_attempt import NextAttempt, is_next_attempt
 from extproc.pd.nixl import Nixl
 from extproc.prefill_legs import LegAnswer
@@ -45,7 +51,11 @@ class Attempts:
         """Return attempt *number*, and the answer to its headers."""
         service = self.service
         attempt = NextAttempt(
-            service.router, service.legs, ids=random.Random(5), max_routed_bytes=10**6
+            service.router,
+            service.legs,
+            ids=random.Random(5),
+            max_routed_bytes=10**6,
+            admission=Admission(),
         )
         message = self.headers(number)
         assert is_next_attempt(message)
@@ -150,7 +160,26 @@ def test_without_fallback_the_attempt_goes_on_as_it_was():
 
     (last,) = parse(attempt.on_leg(LegAnswer(reason="reset"), 3.0))
 
-    assert sent(last)[0] == attempts.body
+    assert last.HasField("request_body")
+    assert not last.request_body.response.HasField("body_mutation")
+
+
+def test_without_fallback_and_prefill_workers_the_attempt_goes_on_as_it_was():
+    """A decode worker is not to compute the prompt."""
+    attempts = Attempts(fallback=False)
+    for worker in (P1, P2):
+        remove(attempts.service.registry, f"http://{worker}")
+    attempt, _ = attempts.begin(2)
+
+    (last,) = parse(attempt.receive(request_body(attempts.body), 2.0))
+
+    assert attempt.leg is None
+    assert not last.request_body.response.HasField("body_mutation")
+
+
+def test_envoy_knows_the_length_that_every_attempt_begins_with(attempts):
+    """Attempts share their headers, and the service may be away when one has to go on as it was."""
+    assert attempts.metadata.fields[LENGTH_KEY].string_value == str(len(attempts.body))
 
 
 def test_answer_is_put_right_by_the_last_prefill():
@@ -182,6 +211,7 @@ def test_worker_that_pushes_is_asked_without_haste():
     attempt = attempts.third()
 
     assert not attempt.leg.leg.concurrent
+    assert connector.identities.known, "others go on as before"
     assert b"kv_transfer_params" in attempt.leg.leg.body
 
 
