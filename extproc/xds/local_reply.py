@@ -171,7 +171,8 @@ def _errors_of_workers() -> Iterator[EnvoyError]:
         "The router cannot choose a worker at the moment. Retry later.",
         _either(
             _details("details.startsWith('ext_proc_error')"),
-            _matching(f"xds.cluster_name == '{UNROUTED_CLUSTER}'"),
+            # Refusals of our own are about requests that were on their way there, too.
+            _both(_matching(f"xds.cluster_name == '{UNROUTED_CLUSTER}'"), _not_ours()),
         ),
     )
     yield EnvoyError(

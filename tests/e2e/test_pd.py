@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from tests.e2e.client import ask
 from tests.e2e.conftest import StartRouter
-from tests.e2e.harness import Router
+from tests.e2e.harness import Router, until
 from tests.e2e.pd_support import (
     CHAT,
     COMPLETIONS,
@@ -24,6 +25,7 @@ from tests.e2e.pd_support import (
     PdWorkers,
     chat,
     post,
+    post_as,
 )
 
 pytestmark = [pytest.mark.envoy, pytest.mark.slow]
@@ -465,10 +467,17 @@ async def test_push_runs_both_legs_at_once(
     flags = ("--request-id-headers", "x-correlation-id", "x-request-id")
     router = start_router([], *workers.flags, *flags, workers=2)
     first, _ = await post(router, CHAT, chat())
-    second, response = await post(
-        router, CHAT, chat(), ("X-Test-Prefill", "wait"), ("X-Correlation-Id", "corr-2")
+    second = "second"
+    wait = ("X-Test-Prefill", "wait"), ("X-Test-Decode", "wait")
+    asking = asyncio.create_task(
+        post_as(router, CHAT, chat(), second, *wait, ("X-Correlation-Id", "corr-2"))
+    )
+    both = workers.legs
+    await until(
+        lambda: both(second, CHAT).prefill and both(second, CHAT).decode, 5, "both legs are there"
     )
     workers.went_on.set()
+    response = await asking
 
     decode = workers.legs(first, CHAT).decode[0]
     assert json.loads(decode.body)["kv_transfer_params"] == json.loads(workers.params)

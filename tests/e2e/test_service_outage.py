@@ -355,3 +355,13 @@ async def test_service_and_envoy_killed_together(start_policy_router: StartRoute
 
     await router.until_serving()
     assert (await ask(router.port, "POST", unique_path(), body=b"{}")).status == 200
+
+
+async def test_refusals_keep_their_words_when_failing_closed(start_router: StartRouter) -> None:
+    """They are the service's own, though Envoy had no other place for the request."""
+    router = start_router([], "--fail-closed", "--no-worker-timeout-secs", "0")
+
+    response = await ask(router.port, "POST", "/v1/completions", [], b"{}")
+
+    assert response.status == 503
+    assert openai_error(response)["code"] == "no_worker_available"
