@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from extproc.address import join_host_port
 from extproc.attempt import Attempt, Outcome
+from extproc.ext_proc_answers import HANDOVER_KEY, METADATA_NAMESPACE
 from extproc.h2.grpc import Call, Method, Status
 from extproc.log import cap
 from extproc.metrics import Metrics
@@ -53,9 +54,18 @@ class AccessLogService:
     """Serves ``AccessLogService.StreamAccessLogs``."""
 
     def __init__(
-        self, metrics: Metrics, worker_url: Callable[[str], str], listener: Listener
+        self,
+        metrics: Metrics,
+        worker_url: Callable[[str], str],
+        listener: Listener,
+        excuses: Callable[[str, str], bool] | None = None,
     ) -> None:
-        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown.
+
+        *excuses* tells, of the token of a request whose prompt another worker computed and the endpoint
+        that answered it with an error, whether that may be none of the worker's faults.
+        """
+        self._excuses = excuses
         self._listener = listener
         self._metrics = metrics
         self._worker_url = worker_url
@@ -77,6 +87,10 @@ class AccessLogService:
             return
         started = _start(common)
         status = entry.response.response_code.value
+        if outcome is Outcome.FAILED and self._excuses is not None:
+            token = _handover_of(common)
+            if token and self._excuses(token, endpoint):
+                return
         self._listener.on_failed(Attempt(endpoint, outcome, status, started))
 
     def record(self, entry: HTTPAccessLogEntry) -> None:
@@ -152,6 +166,13 @@ def endpoint_of(common: AccessLogCommon) -> str:
     """Return the endpoint that was asked, "" when none was."""
     address = common.upstream_remote_address.socket_address
     return join_host_port(address.address, address.port_value) if address.address else ""
+
+
+def _handover_of(common: AccessLogCommon) -> str:
+    metadata = common.metadata.filter_metadata
+    if METADATA_NAMESPACE not in metadata:
+        return ""
+    return metadata[METADATA_NAMESPACE].fields[HANDOVER_KEY].string_value
 
 
 def _has_failed(outcome: Outcome) -> bool:

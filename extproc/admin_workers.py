@@ -66,7 +66,7 @@ class NewWorker(msgspec.Struct, kw_only=True):
     ] = {}
     worker_type: Annotated[
         WorkerType,
-        Meta(description="Its role; prefill and decode workers take no whole requests."),
+        Meta(description="Its role; a prefill worker takes no whole requests."),
     ] = WorkerType.REGULAR
     bootstrap_port: Annotated[
         int | UnsetType, Meta(description="Of a prefill worker: the port of its KV connector.")

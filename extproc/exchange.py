@@ -157,6 +157,7 @@ class Exchange:
         "is_leg",
         "leg",
         "ticket",
+        "unused",
         "waiting",
     )
 
@@ -180,6 +181,8 @@ class Exchange:
         """
         self.is_leg = False
         """Whether this is itself a prefill leg, not a client's request."""
+        self.unused = ""
+        """Why nothing is used of a prefill that succeeded; empty: it is, or there was none."""
         self.leg: PrefillLeg | None = None
         """The prefill leg under way: the owner sends it, and calls ``on_leg`` with the answer."""
         self._legs = legs
@@ -726,10 +729,11 @@ class Exchange:
 
     def _hand_over(self, asked: Asked, decision: Routed) -> Routed | Refused:
         """Return *decision* with what the worker that generates is sent."""
-        found, merge = hand_over(asked, decision, self._router)
+        found, leg = hand_over(asked, decision, self._router)
+        self.unused = leg.unused
         legs, near = self._legs, asked.progress.near
         if legs is not None and near is not None and asked.computed is not None:
-            self._handover = legs.hand_over(asked.request, near, merge)
+            self._handover = legs.hand_over(asked.request, near, leg.merge)
         return found
 
     def _routed(self, asked: Asked, decision: Routed, *, retries: int | None) -> bytes:

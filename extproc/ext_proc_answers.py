@@ -39,6 +39,9 @@ ATTEMPT_HEADER = "x-router-attempt"
 ATTEMPT_ATTRIBUTE = "upstream.request_attempt_count"
 """The same, as Envoy tells the service."""
 
+ADDRESS_ATTRIBUTE = "upstream.address"
+"""The endpoint of the attempt."""
+
 EXT_PROC_ATTRIBUTES = "envoy.filters.http.ext_proc"
 """Where attributes stand in a message."""
 

@@ -61,6 +61,8 @@ class LegSender:
                 allow_redirects=False,
             ) as response:
                 return await _read(response)
+        except aiohttp.ClientPayloadError as error:
+            return LegAnswer(reason=cap(str(error)) or "its answer broke off", broken=True)
         except TimeoutError:
             return LegAnswer(reason="no answer in time")
         except (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, ValueError) as error:

@@ -156,6 +156,11 @@ class Metrics:
             ["code"],
             registry=registry,
         )
+        self.prefills_unused = Counter(
+            "vllm_extproc_prefills_unused",
+            "Prefills that succeeded and handed nothing over, so that the prompt was computed twice.",
+            registry=registry,
+        )
         self.answered_elsewhere = Counter(
             "vllm_extproc_answered_elsewhere",
             "Split requests that a decode worker answered from the start, since the prefill worker that it"

@@ -20,6 +20,7 @@ from google.protobuf.struct_pb2 import Struct
 from extproc.admission import Admission, Ticket
 from extproc.errors import ProtocolError
 from extproc.ext_proc_answers import (
+    ADDRESS_ATTRIBUTE,
     ATTEMPT_ATTRIBUTE,
     CONTINUE_REQUEST_BODY,
     CONTINUE_REQUEST_HEADERS,
@@ -60,6 +61,7 @@ class NextAttempt:
 
     __slots__ = (
         "_admission",
+        "_apart",
         "_asked",
         "_handover",
         "_ids",
@@ -99,6 +101,8 @@ class NextAttempt:
         self._state = _State.HEADERS
         self._handover: Handover | None = None
         self._request_id = ""
+        self._apart = False
+        """Whether the worker of this attempt is not where blocks may be fetched."""
         self._asked: Asked | None = None
 
     def receive(self, message: ProcessingRequest, now: float) -> list[bytes]:
@@ -142,9 +146,12 @@ class NextAttempt:
         self._handover = handover = self._find(message)
         attributes = _attributes(message)
         attempt = attributes.fields[ATTEMPT_ATTRIBUTE].number_value
-        if handover is None or (
-            attempt <= SAME_BLOCKS and self._router.may_prefill(handover.prefill)
-        ):
+        endpoint = attributes.fields[ADDRESS_ATTRIBUTE].string_value
+        if handover is not None and attempt == SAME_BLOCKS:
+            handover.second = endpoint
+        self._apart = handover is not None and self._router.is_apart(handover.prefill, endpoint)
+        same = attempt <= SAME_BLOCKS and not self._apart
+        if handover is None or (same and self._router.may_prefill(handover.prefill)):
             self._state = _State.DONE
             return [CONTINUE_WITHOUT_BODY]
         headers = header_map(message.request_headers.headers)
@@ -171,7 +178,9 @@ class NextAttempt:
 
     def _compute(self, asked: Asked, now: float) -> list[bytes]:
         """Have the prompt computed once more; without a prefill worker the decode worker does it."""
-        split = self._router.split_again(asked.request, now, asked.progress)
+        split = None
+        if not self._apart:
+            split = self._router.split_again(asked.request, now, asked.progress)
         if isinstance(split, Refused):
             return self._as_it_was()
         if split is not None:

@@ -41,6 +41,7 @@ class _Body(msgspec.Struct):
     prompt: Any = None
     input: Any = None
     input_ids: Any = None
+    token_ids: Any = None
     text: Any = None
     query: Any = None
     session_params: Any = None
@@ -87,7 +88,14 @@ def _session(fields: _Body) -> str:
 def _prompts(fields: _Body) -> tuple[tuple[str, ...], bool]:
     """Return the prompts of a request that is no chat, and whether they are token ids."""
     instructions = _flatten(fields.instructions)
-    for value in (fields.input, fields.prompt, fields.input_ids, fields.text, fields.query):
+    for value in (
+        fields.input,
+        fields.prompt,
+        fields.input_ids,
+        fields.token_ids,
+        fields.text,
+        fields.query,
+    ):
         prompts, tokens = _plain(value)
         if prompts:
             if instructions and not tokens:

@@ -91,6 +91,9 @@ class LegAnswer:
     reason: str = ""
     """Why there was none."""
 
+    broken: bool = False
+    """Whether it had begun: Envoy, which tries others before that, has not."""
+
     @property
     def succeeded(self) -> bool:
         """Whether the prompt has been computed."""
@@ -115,6 +118,9 @@ class Handover:
 
     merge: AnswerMerge | None = None
     """What is to be done with the answer."""
+
+    second: str = ""
+    """The endpoint of the second attempt, which had the same blocks as the first."""
 
 
 class PrefillLegs:

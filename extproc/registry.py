@@ -267,6 +267,12 @@ class Registry:
         labels = engine.spec.labels if engine is not None else ()
         return next((text for key, text in labels if key == label), "")
 
+    def label_at(self, endpoint: str, label: str) -> str:
+        """Return what *label* of the worker at *endpoint* says, "" when it has none."""
+        engines = self._by_endpoint.get(endpoint, ())
+        labels = (pair for engine in engines for pair in engine.spec.labels)
+        return next((text for key, text in labels if key == label), "")
+
     def peer(self, worker: Worker) -> Peer:
         """Return *worker* as the other end of a KV transfer."""
         engine = self._by_order.get(worker.order)
@@ -828,7 +834,7 @@ class Registry:
         settings = self.settings
         if engine.spec.url.rank is not None:
             return (engine.spec.url.rank,)
-        ranks = settings.ranks_of(engine.spec.worker_type)
+        ranks = settings.ranks_of(self.role_of(engine))
         if ranks == 1:
             return (None,)
         count = len(engine.ranks) or ranks

@@ -127,7 +127,7 @@ class SplitRules:
 
 
 WHOLE = Progress(whole=True)
-CHARS_PER_TOKEN = 4
+BYTES_PER_TOKEN = 4
 """Of English text; for the estimate of a prompt's length."""
 
 
@@ -398,6 +398,14 @@ class Router:
         """Tell whether *worker* may be given prompts."""
         return any(worker in pool.candidates for pool in self._registry.prefill_pools)
 
+    def is_apart(self, prefill: Worker, endpoint: str) -> bool:
+        """Tell whether the worker at *endpoint* may not fetch blocks from *prefill*."""
+        rules = self.split_rules
+        if rules is None or rules.topology is not Topology.REQUIRE:
+            return False
+        zone = self._registry.label_at(endpoint, rules.label)
+        return not zone or zone != self._zone_of(prefill)
+
     def peer(self, worker: Worker) -> Peer:
         """Return *worker* as the other end of a KV transfer."""
         return self._registry.peer(worker)
@@ -528,8 +536,12 @@ def _estimated_tokens(request: Request) -> int:
     content = request.content
     if content is None:  # too large to be read, or not to be understood here
         return sys.maxsize
-    chars = sum(map(len, content.prompts))
-    return chars if content.tokens else chars // CHARS_PER_TOKEN
+    if content.tokens:
+        return sum(map(len, content.prompts))
+    # Bytes, not characters: one of Chinese is a token or nearly.
+    return (
+        sum(len(prompt.encode("utf-8", "replace")) for prompt in content.prompts) // BYTES_PER_TOKEN
+    )
 
 
 def _fallbacks(

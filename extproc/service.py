@@ -32,6 +32,9 @@ LOOK_AGAIN_S = 0.25
 """Whoever waits looks again after this time though nothing was announced, such as a worker that has
 been left alone for long enough."""
 
+UNUSED_QUIET_S = 10.0
+"""Between two complaints of prefill workers that hand nothing over."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -62,6 +65,7 @@ class ExtProcService:
         self._ids = ids
         self._max_body_bytes = max_body_bytes
         self._max_routed_bytes = max_routed_bytes
+        self._unused_quiet_until = 0.0
         self._turn: asyncio.Handle | None = None
         self._look: asyncio.TimerHandle | None = None
         metrics.watch_admission(self.admission)
@@ -93,6 +97,15 @@ class ExtProcService:
             max_routed_bytes=self._max_routed_bytes,
             admission=self.admission,
         )
+
+    def on_unused(self, leg: PrefillLeg, answer: LegAnswer, reason: str) -> None:
+        """Say that a prompt was computed for nothing; once in a while, for each request would be too often."""
+        self.metrics.prefills_unused.inc()
+        now = time.monotonic()
+        if now >= self._unused_quiet_until:
+            self._unused_quiet_until = now + UNUSED_QUIET_S
+            worker = answer.served or leg.decision.workers[0].url
+            log.warning("prefill of no use", worker=worker, reason=reason)
 
     def set_limits(self, limits: Limits) -> None:
         """Use other *limits* from now on."""
@@ -161,8 +174,11 @@ class ExtProcService:
             self.metrics.answered_elsewhere.inc()
         else:
             self.metrics.count_leg(answer.status, time.monotonic() - started)
-        if not answer.succeeded:
-            log.warning("prefill failed", worker=leg.decision.workers[0].url, reason=answer.reason)
+        worker = leg.decision.workers[0].url
+        if answer.refused:  # any client can bring that about
+            log.info("prefill refused", worker=worker, reason=answer.reason)
+        elif not answer.succeeded:
+            log.warning("prefill failed", worker=worker, reason=answer.reason)
         process.on_leg(leg, answer)
 
     def _on_look(self) -> None:
@@ -256,6 +272,8 @@ class _Process:
         """Take the answer to *leg*."""
         if leg is self._exchange.leg:
             self._step(lambda now: self._exchange.on_leg(answer, now))
+            if isinstance(self._exchange, Exchange) and self._exchange.unused:
+                self._service.on_unused(leg, answer, self._exchange.unused)
 
     def _go_on(self, step: Callable[[float], list[bytes]]) -> None:
         ticket = self._exchange.ticket

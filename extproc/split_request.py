@@ -11,7 +11,7 @@ from extproc.errors import Refusal
 from extproc.pd.connector import Leg, Peer
 from extproc.pd.paths import phase_of
 from extproc.pd.prefill_body import strip_client_params
-from extproc.prefill_legs import LegAnswer, PrefillLeg, PrefillLegs
+from extproc.prefill_legs import Handover, LegAnswer, PrefillLeg, PrefillLegs
 from extproc.router import (
     WHOLE,
     Progress,
@@ -115,13 +115,24 @@ def take_answer(
         asked.computed = Computed(leg.leg, answer.body, peer)
         return None
     failed = (*asked.progress.failed, first)
-    if leg.once and len(failed) < MAX_LEGS:
+    if (leg.once or answer.broken) and len(failed) < MAX_LEGS:
         asked.progress = Progress(failed=failed)
     elif rules is None or rules.fallback:
         asked.progress = WHOLE
     else:
         return Refused(Refusal.PREFILL_FAILED)
     return None
+
+
+def blocks_may_be_gone(handover: Handover | None, endpoint: str, router: Router) -> bool:
+    """Tell whether an error of the worker at *endpoint* may be that there was nothing to fetch: not its fault.
+
+    So it may when the worker that kept the blocks is out, and in a second attempt, since the first may have fetched
+    them. *handover* is None when nothing is known of the request any more.
+    """
+    if handover is None:
+        return True
+    return endpoint == handover.second or not router.may_prefill(handover.prefill)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,6 +148,9 @@ class DecodeLeg:
     merge: AnswerMerge | None = None
     """What is to be done with the answer; None: nothing."""
 
+    unused: str = ""
+    """Why nothing of a prefill that succeeded is used; empty: it is, or there was none."""
+
 
 def make_decode_leg(asked: Asked, body: bytes, decode: Peer, router: Router) -> DecodeLeg:
     """Return the leg of *asked* for *decode*, as far as its prompt has been computed.
@@ -145,6 +159,7 @@ def make_decode_leg(asked: Asked, body: bytes, decode: Peer, router: Router) -> 
     a worker might read some in it.
     """
     rules, computed, request_id, merge = router.split_rules, asked.computed, None, None
+    unused = ""
     if rules is not None and computed is not None:
         handoff = rules.connector.decode(body, computed.leg, computed.answer, computed.peer, decode)
         endpoint = phase_of(asked.request.path)
@@ -152,23 +167,22 @@ def make_decode_leg(asked: Asked, body: bytes, decode: Peer, router: Router) -> 
             merge = plan_merge(body, endpoint, computed.answer)
         if handoff.body is not None:
             return DecodeLeg(handoff.body, handoff.request_id, merge)
-        request_id = handoff.request_id
+        request_id, unused = handoff.request_id, handoff.reason
     stripped = strip_client_params(body)
     if stripped is None:
         raise ValueError("the body cannot be read")
-    return DecodeLeg(None if stripped == body else stripped, request_id, merge)
+    return DecodeLeg(None if stripped == body else stripped, request_id, merge, unused)
 
 
-def hand_over(
-    asked: Asked, decision: Routed, router: Router
-) -> tuple[Routed | Refused, AnswerMerge | None]:
-    """Return *decision* with the body and the id for the worker that generates, if it may have the request.
+NOTHING = DecodeLeg(None)
+"""A leg that is the client's request as it came."""
 
-    And what is to be done with its answer.
-    """
-    body = asked.request.body
-    if router.split_rules is None or not body:
-        return decision, None
+
+def hand_over(asked: Asked, decision: Routed, router: Router) -> tuple[Routed | Refused, DecodeLeg]:
+    """Return *decision* with the body and the id for the worker that generates, if it may have the request."""
+    body, rules = asked.request.body, router.split_rules
+    if rules is None or not body:
+        return decision, NOTHING
     if decision.body is None and asked.renamed is not None:
         decision = dataclasses.replace(decision, body=asked.renamed)
     if decision.apart:
@@ -178,8 +192,10 @@ def hand_over(
             asked, decision.body or body, router.peer(decision.workers[0]), router
         )
     except ValueError:
-        return Refused(Refusal.UNREADABLE_BODY), None
+        return Refused(Refusal.UNREADABLE_BODY), NOTHING
+    if leg.unused and not rules.fallback:
+        return Refused(Refusal.PREFILL_FAILED), leg
     if leg.body is not None or leg.request_id is not None:
         new = decision.body if leg.body is None else leg.body
         decision = dataclasses.replace(decision, body=new, request_id=leg.request_id)
-    return decision, leg.merge
+    return decision, leg

@@ -17,6 +17,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     ClusterEdsClusterConfig,
     LoadBalancingPolicy,
     LoadBalancingPolicyPolicy,
+    OutlierDetection,
     UpstreamConnectionOptions,
 )
 from envoy_data_plane.envoy.config.core.v3 import (
@@ -151,7 +152,7 @@ def build_worker_cluster(model: EnvoyModel, view: ClusterView, *, static: bool =
             update_merge_window=seconds(MERGE_WINDOW_S),
         ),
         health_checks=[build_health_check(model.health, view.path, model.events_dir)],
-        outlier_detection=build_outlier_detection(model.breaker),
+        outlier_detection=_outlier_detection(model),
         # Else Envoy keeps a worker that was removed until a check of it fails.
         ignore_health_on_host_removal=True,
         transport_socket_matches=build_socket_matches(model.tls, tls_addresses(view)),
@@ -189,6 +190,11 @@ def _by_metadata(slow_start_s: float) -> OverrideHost:
     )
 
 
+def _outlier_detection(model: EnvoyModel) -> OutlierDetection | None:
+    # An error may be that blocks are gone which another worker had: Envoy cannot tell, the service can.
+    return None if model.prefill_address else build_outlier_detection(model.breaker)
+
+
 def _metadata_key(key: str) -> MetadataKey:
     return MetadataKey(key=METADATA_NAMESPACE, path=[MetadataKeyPathSegment(key=key)])
 
@@ -214,7 +220,7 @@ def _http_options(model: EnvoyModel, *, ranks: bool) -> HttpProtocolOptions:
     if filters:
         codec = HttpFilter(name=CODEC_FILTER, typed_config=Any.pack(UpstreamCodec()))
         options.http_filters = [*filters, codec]
-    matcher = build_error_matcher(model.breaker)
+    matcher = None if model.prefill_address else build_error_matcher(model.breaker)
     if matcher is not None:
         options.outlier_detection = HttpProtocolOptionsOutlierDetection(error_matcher=matcher)
     return options

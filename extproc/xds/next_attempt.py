@@ -49,6 +49,7 @@ from envoy_data_plane.xds.type.matcher.v3 import (
 )
 
 from extproc.ext_proc_answers import (
+    ADDRESS_ATTRIBUTE,
     ATTEMPT_ATTRIBUTE,
     ATTEMPT_HEADER,
     LENGTH_KEY,
@@ -126,7 +127,7 @@ def _ask(model: EnvoyModel) -> ExternalProcessor:
         message_timeout=seconds(model.decision_timeout_s),
         max_message_timeout=seconds(MAX_WAIT_S),
         allow_mode_override=True,
-        request_attributes=[ATTEMPT_ATTRIBUTE],
+        request_attributes=[ATTEMPT_ATTRIBUTE, ADDRESS_ATTRIBUTE],
         # The worker's key, for one, is none of the service's business here.
         forward_rules=HeaderForwardingRules(
             allowed_headers=ListStringMatcher(patterns=[StringMatcher(exact=REQUEST_ID_HEADER)])

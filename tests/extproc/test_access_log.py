@@ -10,6 +10,7 @@ import pytest
 from extproc.access_log import STREAM_ACCESS_LOGS, AccessLogService
 from extproc.address import Address
 from extproc.attempt import Attempt, Outcome
+from extproc.ext_proc_answers import HANDOVER_KEY
 from extproc.grpc_server import GrpcServer
 from extproc.metrics import Metrics
 from extproc.xds.model import ATTEMPTS_LOG, REQUESTS_LOG
@@ -301,3 +302,23 @@ def test_request_that_no_worker_was_asked_for_has_no_last_attempt(service, heard
     service.record(flagged(code=503, address="", attempts=0))
 
     assert heard == [Ended(None, retries=0, failed=False)]
+
+
+@pytest.mark.parametrize("outcome", ["error", "reset"])
+def test_error_that_may_be_nobodys_fault_is_not_told(metrics, listener, outcome):
+    """Blocks that were to be fetched may be gone. A connection that breaks is the worker's, whatever it was to do."""
+    asked = []
+    service = AccessLogService(
+        metrics, str, listener, lambda token, endpoint: not asked.append((token, endpoint))
+    )
+    failed = entry(code=500 if outcome == "error" else 0)
+    metadata = failed.common_properties.metadata.filter_metadata["envoy.lb"]
+    metadata.fields[HANDOVER_KEY].string_value = "t"
+    if outcome == "reset":
+        failed.common_properties.response_flags.upstream_remote_reset = True
+
+    service.record_attempt(failed)
+    service.record_attempt(entry(code=500))
+
+    assert asked == ([("t", "10.0.0.5:8000")] if outcome == "error" else [])
+    assert len(listener.heard) == (1 if outcome == "error" else 2)

@@ -45,10 +45,14 @@ FAILED = LegAnswer(reason="reset")
 class Service:
     """What the exchanges of one service share."""
 
-    def __init__(self, connector=None, worker_limit=None, **rules):
+    def __init__(self, connector=None, worker_limit=None, *, zones=False, **rules):
         specs = [
-            *(spec_of(f"http://{e}", worker_type=WorkerType.PREFILL) for e in (P1, P2)),
-            *(spec_of(f"http://{e}", worker_type=WorkerType.DECODE) for e in (D1, D2)),
+            spec_of(
+                f"http://{endpoint}",
+                worker_type=WorkerType.PREFILL if endpoint in (P1, P2) else WorkerType.DECODE,
+                labels=(("zone", "a" if endpoint in (P1, D1) else "b"),) if zones else (),
+            )
+            for endpoint in (P1, P2, D1, D2)
         ]
         limits = {} if worker_limit is None else {"worker_limit": worker_limit}
         self.registry = registry_of(*specs, policy=RoundRobin(), splits=True, **limits)
@@ -529,3 +533,28 @@ def test_both_legs_do_not_run_at_once_in_full_duplex(service):
     exchange.receive(request_body(BODY), 0.0)
 
     assert not exchange.leg.leg.concurrent
+
+
+def test_prefill_worker_whose_answer_breaks_off_is_not_the_last(service):
+    """Envoy tries no other once an answer has begun."""
+    exchange, _ = service.begin()
+    first = exchange.leg.decision.workers[0]
+
+    assert exchange.on_leg(LegAnswer(reason="broke off", broken=True), 1.0) == []
+
+    assert exchange.leg.decision.workers[0] is not first
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"[]", b"{}", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}']
+)
+@pytest.mark.parametrize("fallback", [True, False])
+def test_prefill_that_hands_nothing_over_is_told(fallback, body):
+    """To operators, and where the decode worker must not compute prompts to the client."""
+    service = Service(fallback=fallback)
+    exchange, _ = service.begin()
+
+    (answer,) = parse(exchange.on_leg(LegAnswer(200, body, served=P1), 1.0))
+
+    assert "kv_transfer_params" in exchange.unused
+    assert answer.HasField("immediate_response") is not fallback

@@ -10,6 +10,7 @@ import pytest
 from extproc.admission import Admission
 from extproc.errors import ProtocolError
 from extproc.ext_proc_answers import (
+    ADDRESS_ATTRIBUTE,
     ATTEMPT_ATTRIBUTE,
     EXT_PROC_ATTRIBUTES,
     HANDOVER_KEY,
@@ -17,10 +18,12 @@ from extproc.ext_proc_answers import (
 )
 from extproc.next_attempt import NextAttempt, is_next_attempt
 from extproc.pd.nixl import Nixl
+from extproc.pd.topology import Topology
 from extproc.prefill_legs import LegAnswer
+from extproc.split_request import blocks_may_be_gone
 from protos.ext_proc_pb2 import ProcessingMode, ProcessingRequest
 from tests.extproc.envoy_messages import BUFFERED, POST, announce, parse, request_body
-from tests.extproc.test_exchange_legs import ANSWER, BODY, P1, P2, PARAMS, Service
+from tests.extproc.test_exchange_legs import ANSWER, BODY, D1, D2, P1, P2, PARAMS, Service
 from tests.fleets import remove
 
 FRESH = b'{"remote_host": "other", "n": 1.50}'
@@ -38,16 +41,18 @@ class Attempts:
         self.metadata = said.dynamic_metadata.fields["envoy.lb"].struct_value
         self.body = said.request_body.response.body_mutation.body or BODY
 
-    def headers(self, number):
-        """Return what Envoy says first of attempt *number*."""
+    def headers(self, number, at):
+        """Return what Envoy says first of attempt *number*, which is about to go to *at*."""
         message = ProcessingRequest()
         header = message.request_headers.headers.headers.add()
         header.key, header.raw_value = "x-request-id", b"id-1"
         message.metadata_context.filter_metadata["envoy.lb"].CopyFrom(self.metadata)
-        message.attributes[EXT_PROC_ATTRIBUTES].fields[ATTEMPT_ATTRIBUTE].number_value = number
+        attributes = message.attributes[EXT_PROC_ATTRIBUTES].fields
+        attributes[ATTEMPT_ATTRIBUTE].number_value = number
+        attributes[ADDRESS_ATTRIBUTE].string_value = at
         return announce(message, BUFFERED)
 
-    def begin(self, number):
+    def begin(self, number, at=D2):
         """Return attempt *number*, and the answer to its headers."""
         service = self.service
         attempt = NextAttempt(
@@ -57,7 +62,7 @@ class Attempts:
             max_routed_bytes=10**6,
             admission=Admission(),
         )
-        message = self.headers(number)
+        message = self.headers(number, at)
         assert is_next_attempt(message)
         (answer,) = parse(attempt.receive(message, 2.0))
         return attempt, answer
@@ -242,3 +247,50 @@ def test_message_out_of_turn_is_refused(attempts):
     attempt, _ = attempts.begin(2)
     with pytest.raises(ProtocolError):
         attempt.receive(request_body(b"{}"), 3.0)
+
+
+def excused(attempts, endpoint):
+    """Tell whether an error of the worker at *endpoint* is not held against it."""
+    token = attempts.metadata.fields[HANDOVER_KEY].string_value
+    legs = attempts.service.legs
+    return blocks_may_be_gone(legs.handover(token), endpoint, attempts.service.router)
+
+
+def test_error_counts_unless_blocks_may_be_gone(attempts):
+    """The first attempt had them; the second may find that the first has fetched them; the third has new ones."""
+    assert not excused(attempts, D1)
+    attempts.begin(2, D2)
+    assert excused(attempts, D2)
+    assert not excused(attempts, D1)
+    attempts.begin(3, D1)
+    assert not excused(attempts, D1)
+
+
+def test_error_does_not_count_once_the_prefill_worker_is_out(attempts):
+    """All that is left to say is that there is nothing to fetch."""
+    remove(attempts.service.registry, f"http://{P1}")
+
+    assert excused(attempts, D1)
+
+
+def test_error_of_a_request_that_has_ended_does_not_count(attempts):
+    """Nothing is known of it."""
+    token = attempts.metadata.fields[HANDOVER_KEY].string_value
+    attempts.exchange.close(2.0)
+
+    assert attempts.service.legs.handover(token) is None
+    assert excused(attempts, D1)
+
+
+def test_attempt_in_another_zone_fetches_nothing():
+    """Where pairs must be in one zone it does all of the request, whatever its number."""
+    attempts = Attempts(topology=Topology.REQUIRE, label="zone", zones=True)
+    near = attempts.exchange.decision.workers[0].endpoint
+    far = D2 if near == D1 else D1
+
+    assert unchanged(attempts.begin(2, near)[1])
+    attempt, answer = attempts.begin(2, far)
+    assert not unchanged(answer)
+    (answer,) = parse(attempt.receive(request_body(attempts.body), 2.0))
+    assert attempt.leg is None
+    assert sent(answer)[0] == BODY

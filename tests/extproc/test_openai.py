@@ -261,6 +261,8 @@ def test_generate_by_tokens_or_text():
 
     assert parsed(input_ids=[72, 105], sampling_params=sampling).prompts == ("Hi",)
     assert parsed(input_ids=[[72], [105]], sampling_params=sampling).prompts == ("H", "i")
+    assert parsed(token_ids=[72, 105], sampling_params=sampling).tokens
+    assert parsed(token_ids=[72, 105], sampling_params=sampling).prompts == ("Hi",)
     assert parsed(text="Hi", sampling_params=sampling).prompts == ("Hi",)
     assert parsed(text=["H", "i"], sampling_params=sampling, stream=True).prompts == ("H", "i")
 

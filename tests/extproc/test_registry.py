@@ -2352,3 +2352,13 @@ def test_pool_of_workers_that_are_all_drained_or_gone_is_not_tripped():
     world.registry.remove(A, NOW)
     world.commit()
     assert not world.registry.pools[0].is_tripped()
+
+
+@pytest.mark.parametrize("role", [WorkerType.DECODE, WorkerType.REGULAR])
+def test_worker_without_a_role_has_the_ranks_of_decode_workers(role):
+    """It is one where requests are split."""
+    registry = registry_of(
+        spec_of("http://10.0.0.1:8000", worker_type=role), splits=True, decode_ranks=3
+    )
+
+    assert [worker.rank for worker in registry.pools[0].members] == [0, 1, 2]
