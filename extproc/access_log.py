@@ -30,6 +30,7 @@ FAULTS = (500, 502, 503, 504)
 
 REFUSALS = (408, 429)
 SWITCHING_PROTOCOLS = 101
+MAX_DOUBTFUL = 10_000
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +40,14 @@ class Listener(Protocol):
 
     def on_failed(self, attempt: Attempt) -> None:
         """Learn that *attempt* failed; its request may still be tried elsewhere."""
+        ...
+
+    def on_doubtful(self) -> None:
+        """Learn that an attempt failed of which it cannot be told yet whether the worker is to blame."""
+        ...
+
+    def on_blamed(self, attempt: Attempt) -> None:
+        """Learn that it was the worker's fault."""
         ...
 
     def on_ended(self, last: Attempt | None, *, retries: int, failed: bool) -> None:
@@ -58,14 +67,10 @@ class AccessLogService:
         metrics: Metrics,
         worker_url: Callable[[str], str],
         listener: Listener,
-        excuses: Callable[[str, str], bool] | None = None,
     ) -> None:
-        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown.
-
-        *excuses* tells, of the token of a request whose prompt another worker computed and the endpoint
-        that answered it with an error, whether that may be none of the worker's faults.
-        """
-        self._excuses = excuses
+        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+        self._doubtful: dict[str, list[Attempt]] = {}
+        """Errors over requests whose prompt another worker computed, by their tokens, until they have ended."""
         self._listener = listener
         self._metrics = metrics
         self._worker_url = worker_url
@@ -87,11 +92,17 @@ class AccessLogService:
             return
         started = _start(common)
         status = entry.response.response_code.value
-        if outcome is Outcome.FAILED and self._excuses is not None:
-            token = _handover_of(common)
-            if token and self._excuses(token, endpoint):
-                return
-        self._listener.on_failed(Attempt(endpoint, outcome, status, started))
+        attempt = Attempt(endpoint, outcome, status, started)
+        token = _handover_of(common) if outcome is Outcome.FAILED else ""
+        if token:
+            if token not in self._doubtful and len(self._doubtful) >= MAX_DOUBTFUL:
+                del self._doubtful[
+                    next(iter(self._doubtful))
+                ]  # an Envoy that ended told no end of it
+            self._doubtful.setdefault(token, []).append(attempt)
+            self._listener.on_doubtful()
+        else:
+            self._listener.on_failed(attempt)
 
     def record(self, entry: HTTPAccessLogEntry) -> None:
         """Count one finished request and pass on how it ended."""
@@ -136,6 +147,12 @@ class AccessLogService:
             started, status = _start(common), entry.response.response_code.value
             last = Attempt(endpoint, outcome, status, started + first_s, started + total_s)
         self._listener.on_ended(last, retries=retries, failed=failed)
+        token = _handover_of(common)
+        doubtful = self._doubtful.pop(token, ()) if token else ()
+        served = last is not None and last.outcome is Outcome.SUCCEEDED
+        if served and retries == 1 and len(doubtful) == 1:
+            # Another worker could do it with the same blocks, so they were there.
+            self._listener.on_blamed(doubtful[0])
 
 
 def outcome_of(entry: HTTPAccessLogEntry) -> Outcome:

@@ -61,7 +61,6 @@ from extproc.router import Router
 from extproc.service import ExtProcService
 from extproc.signals.envoy_events import EnvoyEvents
 from extproc.signals.worker_poll import WorkerPoll
-from extproc.split_request import blocks_may_be_gone
 from extproc.stop import STEP_DOWN
 from extproc.token_validation import TokenValidator
 from extproc.watched_files import watch_files
@@ -135,8 +134,7 @@ class Service:
         )
         self._keys = KeySources(config)
         outcomes = Outcomes(self.fleet, self._budget, self._extproc.look_again)
-        excuses = None if legs is None else functools.partial(_excuses, legs, self._router)
-        self._access_log = AccessLogService(self.metrics, self.registry.url_of, outcomes, excuses)
+        self._access_log = AccessLogService(self.metrics, self.registry.url_of, outcomes)
         self._last_known = LastKnown(_memory_path(config))
         self._tls = client_tls(config)
         self._certificates = None if self._tls is None else load_certificates(self._tls)
@@ -573,10 +571,6 @@ def _report_file(reason: str) -> None:
         log.error("worker file cannot be used; the last good one stays", reason=reason)
     else:
         log.info("worker file can be used again")
-
-
-def _excuses(legs: PrefillLegs, router: Router, token: str, endpoint: str) -> bool:
-    return blocks_may_be_gone(legs.handover(token), endpoint, router)
 
 
 def _report_dns(name: str, reason: str) -> None:

@@ -147,8 +147,6 @@ class NextAttempt:
         attributes = _attributes(message)
         attempt = attributes.fields[ATTEMPT_ATTRIBUTE].number_value
         endpoint = attributes.fields[ADDRESS_ATTRIBUTE].string_value
-        if handover is not None and attempt == SAME_BLOCKS:
-            handover.second = endpoint
         self._apart = handover is not None and self._router.is_apart(handover.prefill, endpoint)
         same = attempt <= SAME_BLOCKS and not self._apart
         if handover is None or (same and self._router.may_prefill(handover.prefill)):

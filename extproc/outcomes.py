@@ -39,6 +39,14 @@ class Outcomes:
             self._suspend(attempt)
         self._judge(attempt)
 
+    def on_doubtful(self) -> None:
+        """Learn that an attempt failed, perhaps since there were no KV blocks to fetch."""
+        self._budget.on_failed()
+
+    def on_blamed(self, attempt: Attempt) -> None:
+        """Learn that there were."""
+        self._judge(attempt)
+
     def on_ended(self, last: Attempt | None, *, retries: int, failed: bool) -> None:
         """Learn that a request is over; see ``access_log.Listener``."""
         self._budget.on_ended(retries, failed=failed)

@@ -119,9 +119,6 @@ class Handover:
     merge: AnswerMerge | None = None
     """What is to be done with the answer."""
 
-    second: str = ""
-    """The endpoint of the second attempt, which had the same blocks as the first."""
-
 
 class PrefillLegs:
     """The legs that are under way and of which Envoy has yet to ask, and what has come of others."""

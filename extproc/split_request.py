@@ -11,7 +11,7 @@ from extproc.errors import Refusal
 from extproc.pd.connector import Leg, Peer
 from extproc.pd.paths import phase_of
 from extproc.pd.prefill_body import strip_client_params
-from extproc.prefill_legs import Handover, LegAnswer, PrefillLeg, PrefillLegs
+from extproc.prefill_legs import LegAnswer, PrefillLeg, PrefillLegs
 from extproc.router import (
     WHOLE,
     Progress,
@@ -122,17 +122,6 @@ def take_answer(
     else:
         return Refused(Refusal.PREFILL_FAILED)
     return None
-
-
-def blocks_may_be_gone(handover: Handover | None, endpoint: str, router: Router) -> bool:
-    """Tell whether an error of the worker at *endpoint* may be that there was nothing to fetch: not its fault.
-
-    So it may when the worker that kept the blocks is out, and in a second attempt, since the first may have fetched
-    them. *handover* is None when nothing is known of the request any more.
-    """
-    if handover is None:
-        return True
-    return endpoint == handover.second or not router.may_prefill(handover.prefill)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -42,9 +42,17 @@ class Recorder:
 
     def __init__(self):
         self.heard = []
+        self.doubtful = 0
+        self.blamed = []
 
     def on_failed(self, attempt):
         self.heard.append(attempt)
+
+    def on_doubtful(self):
+        self.doubtful += 1
+
+    def on_blamed(self, attempt):
+        self.blamed.append(attempt)
 
     def on_ended(self, last, *, retries, failed):
         self.heard.append(Ended(last, retries, failed))
@@ -304,21 +312,42 @@ def test_request_that_no_worker_was_asked_for_has_no_last_attempt(service, heard
     assert heard == [Ended(None, retries=0, failed=False)]
 
 
-@pytest.mark.parametrize("outcome", ["error", "reset"])
-def test_error_that_may_be_nobodys_fault_is_not_told(metrics, listener, outcome):
-    """Blocks that were to be fetched may be gone. A connection that breaks is the worker's, whatever it was to do."""
-    asked = []
-    service = AccessLogService(
-        metrics, str, listener, lambda token, endpoint: not asked.append((token, endpoint))
-    )
-    failed = entry(code=500 if outcome == "error" else 0)
-    metadata = failed.common_properties.metadata.filter_metadata["envoy.lb"]
-    metadata.fields[HANDOVER_KEY].string_value = "t"
-    if outcome == "reset":
-        failed.common_properties.response_flags.upstream_remote_reset = True
+def handed(found, token="t"):
+    """Make it one of a request whose prompt another worker computed."""
+    metadata = found.common_properties.metadata.filter_metadata["envoy.lb"]
+    metadata.fields[HANDOVER_KEY].string_value = token
+    return found
 
-    service.record_attempt(failed)
-    service.record_attempt(entry(code=500))
 
-    assert asked == ([("t", "10.0.0.5:8000")] if outcome == "error" else [])
-    assert len(listener.heard) == (1 if outcome == "error" else 2)
+@pytest.mark.parametrize(
+    ("errors", "code", "blamed"),
+    [
+        (1, 200, True),  # the second one had the same blocks
+        (2, 200, False),  # the third had new ones
+        (1, 500, False),
+        (2, 500, False),
+        (0, 200, False),
+    ],
+)
+def test_error_counts_only_if_blocks_were_there(service, listener, *, errors, code, blamed):
+    """Else there may have been nothing to fetch, which is not the fault of the worker that was to do it."""
+    for _ in range(errors):
+        service.record_attempt(handed(entry(code=500)))
+    assert listener.doubtful == errors
+    assert listener.heard == []
+
+    service.record(handed(entry(address="10.0.0.6", code=code, attempts=errors + 1)))
+    service.record(handed(entry(address="10.0.0.6", attempts=2)))
+
+    assert [attempt.endpoint for attempt in listener.blamed] == ["10.0.0.5:8000"] * blamed
+
+
+def test_connection_that_breaks_counts_at_once(service, listener):
+    """Whatever the request was."""
+    broken = handed(entry(code=0))
+    broken.common_properties.response_flags.upstream_remote_reset = True
+
+    service.record_attempt(broken)
+
+    assert len(listener.heard) == 1
+    assert listener.doubtful == 0

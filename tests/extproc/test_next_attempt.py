@@ -20,7 +20,6 @@ from extproc.next_attempt import NextAttempt, is_next_attempt
 from extproc.pd.nixl import Nixl
 from extproc.pd.topology import Topology
 from extproc.prefill_legs import LegAnswer
-from extproc.split_request import blocks_may_be_gone
 from protos.ext_proc_pb2 import ProcessingMode, ProcessingRequest
 from tests.extproc.envoy_messages import BUFFERED, POST, announce, parse, request_body
 from tests.extproc.test_exchange_legs import ANSWER, BODY, D1, D2, P1, P2, PARAMS, Service
@@ -247,39 +246,6 @@ def test_message_out_of_turn_is_refused(attempts):
     attempt, _ = attempts.begin(2)
     with pytest.raises(ProtocolError):
         attempt.receive(request_body(b"{}"), 3.0)
-
-
-def excused(attempts, endpoint):
-    """Tell whether an error of the worker at *endpoint* is not held against it."""
-    token = attempts.metadata.fields[HANDOVER_KEY].string_value
-    legs = attempts.service.legs
-    return blocks_may_be_gone(legs.handover(token), endpoint, attempts.service.router)
-
-
-def test_error_counts_unless_blocks_may_be_gone(attempts):
-    """The first attempt had them; the second may find that the first has fetched them; the third has new ones."""
-    assert not excused(attempts, D1)
-    attempts.begin(2, D2)
-    assert excused(attempts, D2)
-    assert not excused(attempts, D1)
-    attempts.begin(3, D1)
-    assert not excused(attempts, D1)
-
-
-def test_error_does_not_count_once_the_prefill_worker_is_out(attempts):
-    """All that is left to say is that there is nothing to fetch."""
-    remove(attempts.service.registry, f"http://{P1}")
-
-    assert excused(attempts, D1)
-
-
-def test_error_of_a_request_that_has_ended_does_not_count(attempts):
-    """Nothing is known of it."""
-    token = attempts.metadata.fields[HANDOVER_KEY].string_value
-    attempts.exchange.close(2.0)
-
-    assert attempts.service.legs.handover(token) is None
-    assert excused(attempts, D1)
 
 
 def test_attempt_in_another_zone_fetches_nothing():

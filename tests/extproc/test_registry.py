@@ -42,6 +42,7 @@ from extproc.models import Load, ModelList
 from extproc.registry import ADMIN_SOURCE, Change, Registry, Settings
 from extproc.verdicts import UNKNOWN
 from policies.base import Request, Worker
+from tests.fleets import registry_of, spec_of
 
 A, B, C, D = (f"http://10.0.0.{n}:8000" for n in (1, 2, 3, 4))
 NAMED = "http://w1:8000"
