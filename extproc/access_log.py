@@ -31,6 +31,8 @@ FAULTS = (500, 502, 503, 504)
 REFUSALS = (408, 429)
 SWITCHING_PROTOCOLS = 101
 MAX_DOUBTFUL = 10_000
+SAME_BLOCKS = 2
+"""Attempts at a request that are made with the KV blocks of one prefill, see ``next_attempt``."""
 
 log = structlog.get_logger(__name__)
 
@@ -67,10 +69,17 @@ class AccessLogService:
         metrics: Metrics,
         worker_url: Callable[[str], str],
         listener: Listener,
+        fetches: Callable[[str], bool] | None = None,
     ) -> None:
-        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown."""
+        """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown.
+
+        *fetches* tells whether the worker at an endpoint fetches KV blocks from others, and so may fail because
+        there are none; None: nobody does.
+        """
+        self._fetches = fetches
         self._doubtful: dict[str, list[Attempt]] = {}
-        """Errors over requests whose prompt another worker computed, by their tokens, until they have ended."""
+        """Errors of workers that fetch, by the id of the request, until it has ended: the log of attempts does not
+        tell whether there was anything to fetch."""
         self._listener = listener
         self._metrics = metrics
         self._worker_url = worker_url
@@ -93,13 +102,18 @@ class AccessLogService:
         started = _start(common)
         status = entry.response.response_code.value
         attempt = Attempt(endpoint, outcome, status, started)
-        token = _handover_of(common) if outcome is Outcome.FAILED else ""
-        if token:
-            if token not in self._doubtful and len(self._doubtful) >= MAX_DOUBTFUL:
+        request_id = entry.request.request_id
+        if (
+            outcome is Outcome.FAILED
+            and request_id
+            and self._fetches is not None
+            and self._fetches(endpoint)
+        ):
+            if request_id not in self._doubtful and len(self._doubtful) >= MAX_DOUBTFUL:
                 del self._doubtful[
                     next(iter(self._doubtful))
                 ]  # an Envoy that ended told no end of it
-            self._doubtful.setdefault(token, []).append(attempt)
+            self._doubtful.setdefault(request_id, []).append(attempt)
             self._listener.on_doubtful()
         else:
             self._listener.on_failed(attempt)
@@ -121,6 +135,20 @@ class AccessLogService:
         if common.HasField("time_to_first_upstream_rx_byte"):
             metrics.first_byte_seconds.observe(_seconds(common.time_to_first_upstream_rx_byte))
         self._pass_on(entry)
+        if self._doubtful:
+            self._blame(entry)
+
+    def _blame(self, entry: HTTPAccessLogEntry) -> None:
+        """Tell whose fault the errors of a request were that has ended."""
+        doubtful = self._doubtful.pop(entry.request.request_id, ())
+        common = entry.common_properties
+        handed = HANDOVER_KEY in common.metadata.filter_metadata[METADATA_NAMESPACE].fields
+        served = outcome_of(entry) is Outcome.SUCCEEDED
+        # Another worker could do it with the same blocks, so they were there.
+        same = len(doubtful) == 1 and common.upstream_request_attempt_count == SAME_BLOCKS
+        if not handed or (served and same):
+            for attempt in doubtful:
+                self._listener.on_blamed(attempt)
 
     def record_leg(self, entry: HTTPAccessLogEntry) -> None:
         """Pass on how a prefill leg ended; it is counted where it was sent."""
@@ -147,12 +175,6 @@ class AccessLogService:
             started, status = _start(common), entry.response.response_code.value
             last = Attempt(endpoint, outcome, status, started + first_s, started + total_s)
         self._listener.on_ended(last, retries=retries, failed=failed)
-        token = _handover_of(common)
-        doubtful = self._doubtful.pop(token, ()) if token else ()
-        served = last is not None and last.outcome is Outcome.SUCCEEDED
-        if served and retries == 1 and len(doubtful) == 1:
-            # Another worker could do it with the same blocks, so they were there.
-            self._listener.on_blamed(doubtful[0])
 
 
 def outcome_of(entry: HTTPAccessLogEntry) -> Outcome:
@@ -183,13 +205,6 @@ def endpoint_of(common: AccessLogCommon) -> str:
     """Return the endpoint that was asked, "" when none was."""
     address = common.upstream_remote_address.socket_address
     return join_host_port(address.address, address.port_value) if address.address else ""
-
-
-def _handover_of(common: AccessLogCommon) -> str:
-    metadata = common.metadata.filter_metadata
-    if METADATA_NAMESPACE not in metadata:
-        return ""
-    return metadata[METADATA_NAMESPACE].fields[HANDOVER_KEY].string_value
 
 
 def _has_failed(outcome: Outcome) -> bool:

@@ -134,7 +134,9 @@ class Service:
         )
         self._keys = KeySources(config)
         outcomes = Outcomes(self.fleet, self._budget, self._extproc.look_again)
-        self._access_log = AccessLogService(self.metrics, self.registry.url_of, outcomes)
+        self._access_log = AccessLogService(
+            self.metrics, self.registry.url_of, outcomes, None if legs is None else self._fetches
+        )
         self._last_known = LastKnown(_memory_path(config))
         self._tls = client_tls(config)
         self._certificates = None if self._tls is None else load_certificates(self._tls)
@@ -339,6 +341,10 @@ class Service:
                 clock=time.time,
             )
         return sources
+
+    def _fetches(self, endpoint: str) -> bool:
+        """Tell whether the worker at *endpoint* fetches KV blocks."""
+        return self.registry.prefill_worker(endpoint, None) is None
 
     async def _restore(self) -> None:
         """Begin with what an earlier run of the service knew, if Envoy has outlived it."""

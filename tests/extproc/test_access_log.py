@@ -7,7 +7,7 @@ import dataclasses
 import grpc.aio
 import pytest
 
-from extproc.access_log import STREAM_ACCESS_LOGS, AccessLogService
+from extproc.access_log import MAX_DOUBTFUL, STREAM_ACCESS_LOGS, AccessLogService
 from extproc.address import Address
 from extproc.attempt import Attempt, Outcome
 from extproc.ext_proc_answers import HANDOVER_KEY
@@ -312,42 +312,73 @@ def test_request_that_no_worker_was_asked_for_has_no_last_attempt(service, heard
     assert heard == [Ended(None, retries=0, failed=False)]
 
 
-def handed(found, token="t"):
-    """Make it one of a request whose prompt another worker computed."""
-    metadata = found.common_properties.metadata.filter_metadata["envoy.lb"]
-    metadata.fields[HANDOVER_KEY].string_value = token
+@pytest.fixture
+def fetching(metrics, listener):
+    """Return the service before workers that fetch KV blocks, but for one that prefills."""
+    return AccessLogService(metrics, str, listener, lambda endpoint: endpoint != "10.0.0.9:8000")
+
+
+def of_request(found, *, handed=True, request_id="r"):
+    """Make it one of a request; *handed*: whose prompt another worker computed."""
+    found.request.request_id = request_id
+    if handed:
+        metadata = found.common_properties.metadata.filter_metadata["envoy.lb"]
+        metadata.fields[HANDOVER_KEY].string_value = "token"
     return found
 
 
 @pytest.mark.parametrize(
-    ("errors", "code", "blamed"),
+    ("errors", "code", "handed", "blamed"),
     [
-        (1, 200, True),  # the second one had the same blocks
-        (2, 200, False),  # the third had new ones
-        (1, 500, False),
-        (2, 500, False),
-        (0, 200, False),
+        (1, 200, True, 1),  # the second one had the same blocks
+        (2, 200, True, 0),  # the third had new ones
+        (1, 500, True, 0),
+        (2, 500, True, 0),
+        (0, 200, True, 0),
+        (2, 200, False, 2),
+        (1, 500, False, 1),
     ],
 )
-def test_error_counts_only_if_blocks_were_there(service, listener, *, errors, code, blamed):
+def test_error_counts_only_if_blocks_were_there(
+    fetching, listener, *, errors, code, handed, blamed
+):
     """Else there may have been nothing to fetch, which is not the fault of the worker that was to do it."""
     for _ in range(errors):
-        service.record_attempt(handed(entry(code=500)))
+        fetching.record_attempt(of_request(entry(code=500), handed=False))
     assert listener.doubtful == errors
     assert listener.heard == []
 
-    service.record(handed(entry(address="10.0.0.6", code=code, attempts=errors + 1)))
-    service.record(handed(entry(address="10.0.0.6", attempts=2)))
+    end = entry(address="10.0.0.6", code=code, attempts=errors + 1)
+    fetching.record(of_request(end, handed=handed))
+    fetching.record(of_request(entry(address="10.0.0.6", attempts=2)))
 
     assert [attempt.endpoint for attempt in listener.blamed] == ["10.0.0.5:8000"] * blamed
 
 
-def test_connection_that_breaks_counts_at_once(service, listener):
+def test_error_of_a_prefill_worker_counts_at_once(fetching, listener):
+    """It fetches nothing."""
+    fetching.record_attempt(of_request(entry(address="10.0.0.9", code=500), handed=False))
+
+    assert len(listener.heard) == 1
+
+
+def test_connection_that_breaks_counts_at_once(fetching, listener):
     """Whatever the request was."""
-    broken = handed(entry(code=0))
+    broken = of_request(entry(code=0))
     broken.common_properties.response_flags.upstream_remote_reset = True
 
-    service.record_attempt(broken)
+    fetching.record_attempt(broken)
 
     assert len(listener.heard) == 1
     assert listener.doubtful == 0
+
+
+def test_doubts_are_bounded(fetching, listener):
+    """An Envoy that is killed never tells how its requests ended."""
+    for number in range(MAX_DOUBTFUL + 5):
+        fetching.record_attempt(of_request(entry(code=500), request_id=str(number)))
+
+    fetching.record(of_request(entry(code=500), handed=False, request_id="0"))
+    fetching.record(of_request(entry(code=500), handed=False, request_id="5"))
+
+    assert len(listener.blamed) == 1
