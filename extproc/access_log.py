@@ -31,8 +31,6 @@ FAULTS = (500, 502, 503, 504)
 REFUSALS = (408, 429)
 SWITCHING_PROTOCOLS = 101
 MAX_DOUBTFUL = 10_000
-SAME_BLOCKS = 2
-"""Attempts at a request that are made with the KV blocks of one prefill, see ``next_attempt``."""
 
 log = structlog.get_logger(__name__)
 
@@ -70,12 +68,15 @@ class AccessLogService:
         worker_url: Callable[[str], str],
         listener: Listener,
         fetches: Callable[[str], bool] | None = None,
+        renewed: Callable[[str], bool] = bool,
     ) -> None:
         """Make the service; *worker_url* maps an endpoint to the worker's URL, or to itself when it is unknown.
 
         *fetches* tells whether the worker at an endpoint fetches KV blocks from others, and so may fail because
-        there are none; None: nobody does.
+        there are none; None: nobody does. *renewed* tells whether a request, by the token of its handover, was given
+        other blocks for a later attempt.
         """
+        self._renewed = renewed
         self._fetches = fetches
         self._doubtful: dict[str, list[Attempt]] = {}
         """Errors of workers that fetch, by the id of the request, until it has ended: the log of attempts does not
@@ -142,11 +143,11 @@ class AccessLogService:
         """Tell whose fault the errors of a request were that has ended."""
         doubtful = self._doubtful.pop(entry.request.request_id, ())
         common = entry.common_properties
-        handed = HANDOVER_KEY in common.metadata.filter_metadata[METADATA_NAMESPACE].fields
+        fields = common.metadata.filter_metadata[METADATA_NAMESPACE].fields
+        token = fields[HANDOVER_KEY].string_value if HANDOVER_KEY in fields else ""
         served = outcome_of(entry) is Outcome.SUCCEEDED
         # Another worker could do it with the same blocks, so they were there.
-        same = len(doubtful) == 1 and common.upstream_request_attempt_count == SAME_BLOCKS
-        if not handed or (served and same):
+        if not token or (served and not self._renewed(token)):
             for attempt in doubtful:
                 self._listener.on_blamed(attempt)
 

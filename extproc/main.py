@@ -134,9 +134,11 @@ class Service:
         )
         self._keys = KeySources(config)
         outcomes = Outcomes(self.fleet, self._budget, self._extproc.look_again)
-        self._access_log = AccessLogService(
-            self.metrics, self.registry.url_of, outcomes, None if legs is None else self._fetches
-        )
+        self._access_log = AccessLogService(self.metrics, self.registry.url_of, outcomes)
+        if legs is not None:
+            self._access_log = AccessLogService(
+                *(self.metrics, self.registry.url_of, outcomes, self._fetches, legs.renewed)
+            )
         self._last_known = LastKnown(_memory_path(config))
         self._tls = client_tls(config)
         self._certificates = None if self._tls is None else load_certificates(self._tls)

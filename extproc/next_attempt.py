@@ -212,6 +212,7 @@ class NextAttempt:
             return [CONTINUE_REQUEST_BODY]
         leg = make_decode_leg(asked, body, NOBODY, self._router)
         handover.merge = leg.merge
+        self._legs.renew(handover)
         if asked.progress.near is not None:
             handover.prefill = asked.progress.near
         if leg.body is None:

@@ -46,6 +46,9 @@ NOT_SENT = frozenset(
 BUSY = (408, 429)
 """What a worker says that has no time for any request."""
 
+MAX_RENEWED = 10_000
+"""Requests of which it is remembered that their blocks were renewed."""
+
 NOT_SENT_PREFIXES = (":", "x-router-", "x-envoy-", "x-gateway-")
 
 
@@ -129,6 +132,7 @@ class PrefillLegs:
         self._ids = ids
         self._pending: dict[str, PrefillLeg] = {}
         self._handovers: dict[str, Handover] = {}
+        self._renewed: dict[str, None] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -190,6 +194,16 @@ class PrefillLegs:
     def handover(self, token: str) -> Handover | None:
         """Return the one of *token*; None when there is none."""
         return self._handovers.get(token)
+
+    def renew(self, handover: Handover) -> None:
+        """Learn that blocks of another prefill are handed over by now."""
+        while len(self._renewed) >= MAX_RENEWED:
+            del self._renewed[next(iter(self._renewed))]
+        self._renewed[handover.token] = None
+
+    def renewed(self, token: str) -> bool:
+        """Tell whether that was so of the request of *token*, also when that has ended not long ago."""
+        return token in self._renewed
 
     def ended(self, handover: Handover) -> None:
         """Forget *handover*."""

@@ -315,23 +315,28 @@ def test_request_that_no_worker_was_asked_for_has_no_last_attempt(service, heard
 @pytest.fixture
 def fetching(metrics, listener):
     """Return the service before workers that fetch KV blocks, but for one that prefills."""
-    return AccessLogService(metrics, str, listener, lambda endpoint: endpoint != "10.0.0.9:8000")
+    return AccessLogService(
+        *(metrics, str, listener, lambda endpoint: endpoint != "10.0.0.9:8000"),
+        lambda token: token == RENEWED,
+    )
 
 
-def of_request(found, *, handed=True, request_id="r"):
+RENEWED = "token of a request that was given other blocks"
+
+
+def of_request(found, *, handed=True, request_id="r", token="token"):
     """Make it one of a request; *handed*: whose prompt another worker computed."""
     found.request.request_id = request_id
     if handed:
         metadata = found.common_properties.metadata.filter_metadata["envoy.lb"]
-        metadata.fields[HANDOVER_KEY].string_value = "token"
+        metadata.fields[HANDOVER_KEY].string_value = token
     return found
 
 
 @pytest.mark.parametrize(
     ("errors", "code", "handed", "blamed"),
     [
-        (1, 200, True, 1),  # the second one had the same blocks
-        (2, 200, True, 0),  # the third had new ones
+        (1, 200, True, 1),
         (1, 500, True, 0),
         (2, 500, True, 0),
         (0, 200, True, 0),
@@ -353,6 +358,17 @@ def test_error_counts_only_if_blocks_were_there(
     fetching.record(of_request(entry(address="10.0.0.6", attempts=2)))
 
     assert [attempt.endpoint for attempt in listener.blamed] == ["10.0.0.5:8000"] * blamed
+
+
+@pytest.mark.parametrize("errors", [1, 2])
+def test_error_does_not_count_where_the_blocks_were_renewed(fetching, listener, errors):
+    """Those of before may have been gone."""
+    for _ in range(errors):
+        fetching.record_attempt(of_request(entry(code=500), handed=False))
+
+    fetching.record(of_request(entry(address="10.0.0.6", attempts=errors + 1), token=RENEWED))
+
+    assert listener.blamed == []
 
 
 def test_error_of_a_prefill_worker_counts_at_once(fetching, listener):
