@@ -324,7 +324,7 @@ def fetching(metrics, listener):
 RENEWED = "token of a request that was given other blocks"
 
 
-def of_request(found, *, handed=True, request_id="r", token="token"):
+def of_request(found, *, handed=True, request_id="r", token="t"):  # noqa: S107  a name
     """Make it one of a request; *handed*: whose prompt another worker computed."""
     found.request.request_id = request_id
     if handed:
