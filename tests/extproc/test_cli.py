@@ -19,7 +19,10 @@ from extproc.registry import DEFAULT_POOL
 from extproc.xds.bootstrap import build_bootstrap
 from extproc.xds.standalone import build_standalone
 
-COMMANDS = ["launch", "serve", "envoy-config", "check", "sim-worker", "demo", "workers", "top"]
+COMMANDS = [
+    *("launch", "serve", "envoy-config", "check", "drain", "sim-worker", "demo", "workers"),
+    "top",
+]
 OPTIONS = [field.name for field in msgspec.structs.fields(Config)]
 ENVOY_ADMIN = Address("127.0.0.1", 9901)
 
@@ -81,7 +84,7 @@ def test_help_lists_the_commands(capsys):
     assert re.findall(r"^ +([a-z-]+)\s{2,}[A-Z]", shown, re.MULTILINE) == COMMANDS
 
 
-@pytest.mark.parametrize("command", ["launch", "serve", "envoy-config", "check", "demo"])
+@pytest.mark.parametrize("command", ["launch", "serve", "envoy-config", "check", "drain", "demo"])
 def test_every_option_is_a_flag_with_its_default_in_the_help(capsys, command):
     """One flag a field, under the same name, with meaning and default."""
     with pytest.raises(SystemExit):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 from collections.abc import Collection
 
@@ -16,7 +17,7 @@ from extproc.envoy_binary import find_envoy
 from extproc.reload import RELOADABLE
 from extproc.xds.bootstrap import read_shipped
 from tests.e2e.certificates import Maker
-from tests.helm.chart import CHART, PRESETS, Helm, container, flags, one, service_config
+from tests.helm.chart import CHART, PRESETS, ROOT, Helm, container, flags, one, service_config
 from tests.helm.test_values import CHOSEN_BY_DISCOVERY
 from tests.signed_tokens import jwks
 
@@ -247,3 +248,18 @@ def test_presets_hold_the_router_to_its_own_ranges():
     for path in CHART.glob("values-*.yaml"):
         config = yaml.safe_load(path.read_text()).get("config", {})
         msgspec.convert(config, Config)
+
+
+def test_selector_is_set_as_the_docs_say(helm: Helm):
+    """Braces make a list of one."""
+    (command,) = {
+        line.strip()
+        for line in (ROOT / "docs" / "helm.md").read_text().splitlines()
+        if line.startswith("  --set image.repository")
+    }
+
+    objects = helm.render(*shlex.split(command))
+
+    assert service_config(objects)["selector"] == ["app=vllm"]
+    image = container(objects, "extproc")["image"]
+    assert image == f"registry.example/vllm-extproc:{__version__}"

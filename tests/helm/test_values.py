@@ -117,6 +117,9 @@ IMPOSSIBLE = {
     "tls.clientCa.existingSecret=x": "tls.existingSecret must be given too",
     "mode=sidecar-only,auth.apiKey.existingSecret=x": "are the gateway's matter",
     "mode=sidecar-only,ingress.enabled=true": "turn ingress and httpRoute off",
+    "auth.apiKey.existingSecret=x,auth.htpasswdFile.existingSecret=y": "choose one of them",
+    "auth.apiKeysFile.existingSecret=x,config.api_key_validation_urls={http://x}": "choose one",
+    "auth.jwks.existingSecret=x": "config.jwt_issuer must be given too",
     "envoy.resources.limits=null": "set resources.limits.memory or maxHeapBytes",
     "envoy.resources.limits.memory=2Xi": "the unit of",
     "httpRoute.enabled=true": "httpRoute.parentRefs: name the Gateway",
@@ -129,6 +132,15 @@ IMPOSSIBLE = {
 def test_values_that_do_not_go_together_are_refused(helm: Helm, settings):
     """In a sentence of ours."""
     assert IMPOSSIBLE[settings] in helm.refusal("--set", settings)
+
+
+@pytest.mark.helm
+@pytest.mark.slow
+def test_one_key_and_a_file_of_keys_go_together(helm: Helm):
+    """Both are keys."""
+    settings = "auth.apiKey.existingSecret=x,auth.apiKeysFile.existingSecret=y"
+
+    assert helm.render("--set", settings)
 
 
 @pytest.mark.helm

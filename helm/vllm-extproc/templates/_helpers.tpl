@@ -238,6 +238,15 @@ seccompProfile:
 {{- if and $values.simWorkers.enabled $pd -}}
 {{- fail "simWorkers: simulated workers cannot hand KV over between Pods; turn config.vllm_pd_disaggregation off" -}}
 {{- end -}}
+{{- $keys := or $values.auth.apiKey.existingSecret $values.auth.apiKeysFile.existingSecret -}}
+{{- $tokens := or $values.auth.jwks.existingSecret $values.config.jwt_issuer -}}
+{{- $ways := compact (list $keys $values.auth.htpasswdFile.existingSecret $tokens (join "" $values.config.api_key_validation_urls)) -}}
+{{- if gt (len $ways) 1 -}}
+{{- fail "auth: clients can show keys, passwords, signed tokens or tokens that a service validates; choose one of them" -}}
+{{- end -}}
+{{- if and $values.auth.jwks.existingSecret (not $values.config.jwt_issuer) -}}
+{{- fail "auth.jwks: config.jwt_issuer must be given too" -}}
+{{- end -}}
 {{- if and $values.httpRoute.enabled (not $values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the Gateway" -}}
 {{- end -}}
