@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import subprocess
 import tempfile
@@ -50,7 +51,10 @@ def check(config: Config) -> None:
     print("configuration: valid")
     for problem in problems:
         print(f"warning: {problem}; it is tried again while the router runs")
-    if not model.clusters[0].endpoints and not problems and not config.worker_dns:
+    if config.service_discovery:
+        _check_kubernetes(config)
+    sources = problems or config.worker_dns or config.service_discovery
+    if not model.clusters[0].endpoints and not sources:
         print("warning: no workers; every request will be answered with 503 until one is added")
     try:
         binary = find_envoy(config.envoy_path)
@@ -59,6 +63,19 @@ def check(config: Config) -> None:
         return
     _validate(binary, text, secrets_of(model))
     print(f"Envoy configuration: valid ({binary.name} --mode validate)")
+
+
+def _check_kubernetes(config: Config) -> None:
+    """Say how many Pods are workers. ``ConfigError`` when they may not be read."""
+    from extproc.discovery import kubernetes  # noqa: PLC0415  few need it
+
+    try:
+        states = asyncio.run(kubernetes.look_once(config))
+    except OSError as error:
+        print(f"warning: {error}; it is tried again while the router runs")
+        return
+    found = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in states.items())
+    print(f"Pods of the selectors: {found or 'none'}")
 
 
 def secrets_of(model: EnvoyModel) -> list[str]:

@@ -17,6 +17,7 @@ from extproc import __version__, log, router_arguments
 from extproc.config import Config, load, policy_default
 from extproc.config_file import flag_name, placed_later
 from extproc.errors import ConfigError
+from extproc.kubernetes_options import KubernetesOptions
 from extproc.pd_options import PdOptions
 from extproc.resilience_options import ResilienceOptions
 from extproc.security_options import SecurityOptions
@@ -138,6 +139,7 @@ def option_groups() -> dict[str, list[msgspec.structs.FieldInfo]]:
         "retries, circuit breakers, limits and queues": [],
         "who may ask, browsers, TLS": [],
         "prefill/decode disaggregation": [],
+        "discovery in Kubernetes": [],
     }
     titles = list(found)
     for field in msgspec.structs.fields(Config):
@@ -147,6 +149,8 @@ def option_groups() -> dict[str, list[msgspec.structs.FieldInfo]]:
             found[titles[2]].append(field)
         elif field.name in (*PdOptions.__struct_fields__, "prefill_policy", "decode_policy"):
             found[titles[3]].append(field)
+        elif field.name in KubernetesOptions.__struct_fields__:
+            found[titles[4]].append(field)
         else:
             found[titles[0]].append(field)
     return found

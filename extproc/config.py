@@ -28,8 +28,8 @@ from extproc.address import Address, WorkerUrl, is_ip, is_loopback
 from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
 from extproc.discovery.updates import WorkerSpec, WorkerType
 from extproc.errors import ConfigError
+from extproc.kubernetes_options import KubernetesOptions
 from extproc.models import is_model_name
-from extproc.pd_options import PdOptions
 from extproc.resilience_options import MAX_WAIT_S
 from extproc.xds.model import CREDENTIAL_HEADERS
 from policies import registry
@@ -80,7 +80,7 @@ class PolicyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     params: dict[str, Any] = {}
 
 
-class Config(PdOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Config(KubernetesOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be configured."""
 
     host: Annotated[
@@ -505,6 +505,7 @@ class Config(PdOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
             check_tls_name(self.worker_tls_server_name)
 
         self._check_roles()
+        self.check_discovery()
 
     def _check_roles(self) -> None:
         leg = Address.parse(self.prefill_leg_address)
@@ -527,7 +528,10 @@ class Config(PdOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if self.is_own_address(spec.url):
                 raise ValueError(f"worker URL {spec.key!r} is this router itself")
         if self.prefill and not any(
-            (self.decode, self.worker_urls, self.worker_file, self.worker_dns, announced)
+            (
+                *(self.decode, self.worker_urls, self.worker_file, self.worker_dns, announced),
+                *(self.decode_selector, self.selector),
+            )
         ):
             raise ValueError("decode: there must be decode workers beside the prefill workers")
 

@@ -75,6 +75,7 @@ DRAIN_POLL_S = 0.02
 TICK_S = 0.25
 STATIC_SOURCE = "static"
 ZMQ_SOURCE = "zmq"
+KUBERNETES_SOURCE = "kubernetes"
 SOURCE_LIMIT_S = 2.0
 """How long a service that remembers nothing waits for its sources, before it tells Envoy that there are no
 workers."""
@@ -323,6 +324,20 @@ class Service:
                 count_refused=self.metrics.count_refused_announcements,
                 report=_report_announcements,
             )
+        if config.service_discovery:
+            from extproc.discovery import kubernetes
+            from extproc.discovery.pod_watch import Sync
+
+            sync = Sync()
+            self.metrics.watch_kubernetes(sync)
+            sources[KUBERNETES_SOURCE] = kubernetes.watch(
+                config,
+                known=lambda: self.registry.named_by(KUBERNETES_SOURCE),
+                sync=sync,
+                report=_report_kubernetes,
+                report_pod=_report_pod,
+                clock=time.time,
+            )
         return sources
 
     async def _restore(self) -> None:
@@ -569,3 +584,23 @@ def _report_dns(name: str, reason: str) -> None:
 
 def _report_announcements(count: int, reason: str) -> None:
     log.warning("announcements of workers refused", count=count, last_reason=cap(reason))
+
+
+def _report_kubernetes(what: str, reason: str) -> None:
+    if what == "nodes":
+        if reason:
+            log.info(
+                "zones of nodes cannot be read; those that Pods name count", reason=cap(reason)
+            )
+    elif reason:
+        log.error(
+            "kubernetes cannot be followed; the last known workers stay",
+            option=what,
+            reason=cap(reason),
+        )
+    else:
+        log.info("kubernetes can be followed again", option=what)
+
+
+def _report_pod(name: str, reason: str) -> None:
+    log.warning("pod asks for what cannot be", pod=name, reason=cap(reason))

@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector
 from extproc.address import WorkerUrl, join_host_port
 from extproc.admission import Admission, Wait
 from extproc.circuit import CircuitState
+from extproc.discovery.pod_watch import Sync
+from extproc.discovery.pods import PodState
 from extproc.engine import State
 from extproc.errors import Refusal
 from extproc.registry import Registry
@@ -191,6 +193,10 @@ class Metrics:
         """Show what is left of the retry budget."""
         self.registry.register(_BudgetCollector(budget))
 
+    def watch_kubernetes(self, sync: Sync) -> None:
+        """Show how well the API server of Kubernetes is followed."""
+        self.registry.register(_KubernetesCollector(sync))
+
     def count_transition(self, worker: str, circuit: CircuitState) -> None:
         """Count that the circuit of *worker* has become another."""
         self._transitions.labels(worker, circuit).inc()
@@ -298,3 +304,41 @@ class _BudgetCollector(Collector):
         left.add_metric([], self._budget.balance)
         yield exhausted
         yield left
+
+
+class _KubernetesCollector(Collector):
+    """Reads how the API server is followed when Prometheus asks."""
+
+    def __init__(self, sync: Sync) -> None:
+        self._sync = sync
+
+    def collect(self) -> Iterator[Metric]:
+        sync = self._sync
+        yield GaugeMetricFamily(
+            "vllm_extproc_kubernetes_up",
+            "1 while the Pods of every selector are followed, else 0.",
+            value=not sync.failing,
+        )
+        yield GaugeMetricFamily(
+            "vllm_extproc_kubernetes_last_contact_timestamp_seconds",
+            "When the API server last said something that was understood, Unix time; 0: never.",
+            value=sync.in_touch_at,
+        )
+        pods = GaugeMetricFamily(
+            "vllm_extproc_kubernetes_pods",
+            "Pods of the selectors: workers, and those that are none since they are not ready, about to end, or"
+            " unusable.",
+            labels=["state"],
+        )
+        counts = sync.states()
+        for state in PodState:
+            pods.add_metric([state], counts.get(state, 0))
+        yield pods
+        requests = CounterMetricFamily(
+            "vllm_extproc_kubernetes_requests",
+            "Requests to the API server that have ended, by verb and result.",
+            labels=["verb", "result"],
+        )
+        for (verb, result), count in sorted(sync.requests.items()):
+            requests.add_metric([verb, result], count)
+        yield requests

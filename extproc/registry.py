@@ -214,8 +214,8 @@ class Registry:
         self._placed: list[Engine] = []
         """Engines that have an address of their own."""
 
-        self._departed: dict[tuple[str, str], Worker] = {}
-        """Workers that are gone but for requests under way, by URL and endpoint."""
+        self._departed: dict[tuple[str, str, str], Worker] = {}
+        """Workers that are gone but for requests under way, by URL, endpoint and instance."""
         self._suspended: list[Engine] = []
         """Engines that were suspended since the last commit."""
 
@@ -667,6 +667,7 @@ class Registry:
     def _rebuild(self, now: float) -> list[Engine]:
         """Make workers, pools and their members anew; return the engines that are gone."""
         known = {worker.url: worker for pool in self._live_pools() for worker in pool.members}
+        instances = {order: engine.spec.instance for order, engine in self._by_order.items()}
         weights = {worker.url: worker.weight for worker in known.values()}
         self._placed = placed = self._place()
         for engine in placed:
@@ -701,7 +702,8 @@ class Registry:
         self._connect(now)
         for worker in known.values():
             if worker.in_flight and worker.order not in self._by_order:
-                self._departed[worker.url, worker.endpoint] = worker
+                instance = instances.get(worker.order, "")
+                self._departed[worker.url, worker.endpoint, instance] = worker
         self._forget_hosts()
         removed = [engine for engine in self._seen if self._engines.get(engine.key) is not engine]
         self._seen = tuple(self._engines.values())
@@ -810,7 +812,7 @@ class Registry:
             worker = known.get(url)
             if worker is None or (worker.endpoint, worker.rank) != (engine.endpoint, rank):
                 # One that comes back still has the requests that were under way when it went.
-                worker = self._departed.pop((url, engine.endpoint), None)
+                worker = self._departed.pop((url, engine.endpoint, spec.instance), None)
                 if worker is None:
                     worker = Worker(url, engine.endpoint, self._next_order, rank=rank)
                 worker.order = self._next_order

@@ -42,6 +42,10 @@ class WorkerSpec:
     tls_name: str = ""
     """The name that its certificate must carry when that is not the URL's host."""
 
+    instance: str = ""
+    """Which one it is of those that are at the URL one after the other, such as the uid of a Pod. A source
+    that knows says ``Remove`` before it names another."""
+
     @property
     def key(self) -> str:
         """The URL, with its rank when it has one: what tells workers apart."""
