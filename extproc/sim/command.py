@@ -149,13 +149,18 @@ def _add_kv_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long prefill keeps blocks that nobody pulls",
     )
     parser.add_argument(
-        "--kv-port", type=int, default=kv.port, help="side channel on loopback; 0 takes a free port"
+        "--kv-host",
+        default=kv.host,
+        help="address of the side channel, here and for the other workers",
+    )
+    parser.add_argument(
+        "--kv-port", type=int, default=kv.port, help="of the side channel; 0 takes a free port"
     )
     parser.add_argument(
         "--bootstrap-port",
         type=int,
         default=kv.bootstrap_port,
-        help="of mooncake, on loopback; 0 takes a free port",
+        help="of mooncake; 0 takes a free port",
     )
     parser.add_argument(
         "--zmq-address",
@@ -220,6 +225,7 @@ def build_config(args: argparse.Namespace) -> SimConfig:
             transfer_mb_per_s=args.kv_transfer_mb_per_s,
             bytes_per_token=args.kv_bytes_per_token,
             hold_s=args.kv_hold_s,
+            host=args.kv_host,
             port=args.kv_port,
             bootstrap_port=args.bootstrap_port,
             zmq_address=args.zmq_address,

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from extproc.sim.exchange import reset
 from extproc.sim.kept_transfers import MismatchError
-from extproc.sim.kv_params import split_address
-from extproc.sim.side_channel import ANSWER_S, HOST, TransferFailedError
+from extproc.sim.kv_params import join_address, split_address
+from extproc.sim.side_channel import ANSWER_S, TransferFailedError
 
 
 class EngineEntry(msgspec.Struct, frozen=True):
@@ -31,21 +31,24 @@ class Bootstrap:
         self._http: web.Server | None = None
         self._listener: asyncio.Server | None = None
 
-    async def start(self, port: int, *, engine_ids: Mapping[int, str], side_port: int) -> None:
+    async def start(
+        self, host: str, port: int, *, engine_ids: Mapping[int, str], side_port: int
+    ) -> None:
         """Listen; OSError when the port cannot be had.
 
         Args:
-            port: TCP port on loopback; 0 takes a free one.
+            host: address to listen on, which is the side channel's as well.
+            port: TCP port; 0 takes a free one.
             engine_ids: by data-parallel rank.
             side_port: of the side channel.
 
         """
-        address = {"0": {"0": f"tcp://{HOST}:{side_port}"}}
+        address = {"0": {"0": f"tcp://{join_address(host, side_port)}"}}
         self._answer = msgspec.json.encode(
             {str(rank): EngineEntry(engine_id, address) for rank, engine_id in engine_ids.items()}
         )
         self._http = web.Server(self._handle, access_log=None)
-        self._listener = await asyncio.get_running_loop().create_server(self._http, HOST, port)
+        self._listener = await asyncio.get_running_loop().create_server(self._http, host, port)
         self.port = self._listener.sockets[0].getsockname()[1]
 
     def close(self) -> None:

@@ -51,11 +51,14 @@ class KvConfig:
     hold_s: float = 480.0
     """How long blocks that nobody pulls are kept, in simulated seconds (real ones at speed 0); vLLM's default."""
 
+    host: str = "127.0.0.1"
+    """Address on which the side channel and the bootstrap server listen, and by which other workers reach them."""
+
     port: int = 0
-    """TCP port of the side channel, on loopback; 0 takes a free one."""
+    """TCP port of the side channel; 0 takes a free one."""
 
     bootstrap_port: int = 8998
-    """TCP port of Mooncake's bootstrap server, on loopback; vLLM's default. 0 takes a free one."""
+    """TCP port of Mooncake's bootstrap server; vLLM's default. 0 takes a free one."""
 
     zmq_address: str | None = None
     """``host:port`` by which P2P-NCCL request ids name this worker; None is the side channel's."""

@@ -19,12 +19,12 @@ from extproc.sim.engine_loop import Generation
 from extproc.sim.kept_transfers import KeptTransfers, MismatchError, Transfer
 from extproc.sim.kv_bootstrap import Bootstrap, find_engine
 from extproc.sim.kv_config import Connector, KvConfig, Role, TransferMode
-from extproc.sim.kv_params import KvTransferParams, parse_nccl_id, split_address
+from extproc.sim.kv_params import KvTransferParams, join_address, parse_nccl_id, split_address
 from extproc.sim.kv_wire import Pull
 from extproc.sim.nccl_ping import NcclPing
 from extproc.sim.prefix_cache import BLOCK_TOKENS
 from extproc.sim.ranks import Rank, Ranks
-from extproc.sim.side_channel import HOST, SideChannel, TransferFailedError, pull_blocks
+from extproc.sim.side_channel import SideChannel, TransferFailedError, pull_blocks
 from extproc.sim.statistics import KvStatistics
 from extproc.sim.work import Work
 
@@ -79,7 +79,7 @@ class KvConnector:
     @property
     def zmq_address(self) -> str:
         """How request ids of P2P-NCCL name this worker."""
-        return self.config.zmq_address or f"{HOST}:{self.side_channel.port}"
+        return self.config.zmq_address or join_address(self.config.host, self.side_channel.port)
 
     async def start(self) -> None:
         """Listen where the other side comes to; ValueError when a port cannot be had."""
@@ -89,19 +89,22 @@ class KvConnector:
             if port == 0 and config.zmq_address is not None:
                 port = (split_address(config.zmq_address) or ("", 0))[1]
             try:
-                await self.side_channel.start(port)
+                await self.side_channel.start(config.host, port)
             except OSError as error:
-                raise _cannot_listen("kv port", port, error) from error
+                raise _cannot_listen("kv port", config.host, port, error) from error
         self.kept.address = self.zmq_address
         if config.role != Role.DECODE and config.connector == Connector.MOONCAKE:
             try:
                 await self.bootstrap.start(
+                    config.host,
                     config.bootstrap_port,
                     engine_ids=self.engine_ids,
                     side_port=self.side_channel.port,
                 )
             except OSError as error:
-                raise _cannot_listen("bootstrap port", config.bootstrap_port, error) from error
+                raise _cannot_listen(
+                    "bootstrap port", config.host, config.bootstrap_port, error
+                ) from error
 
     def ping(self, http_address: str) -> None:
         """Tell the router where this worker is from here on; ValueError without pyzmq."""
@@ -188,7 +191,7 @@ class KvConnector:
             "remote_block_ids": transfer.block_ids,
             "remote_engine_id": transfer.engine_id,
             "remote_request_id": transfer.request_id,
-            "remote_host": HOST,
+            "remote_host": self.config.host,
             "remote_port": self.side_channel.port,
             "tp_size": 1,
             "remote_num_tokens": transfer.prompt_tokens,
@@ -359,6 +362,6 @@ def _prompt(works: Sequence[Work]) -> tuple[int, int]:
     return next(iter(prompts))
 
 
-def _cannot_listen(what: str, port: int, error: OSError) -> ValueError:
+def _cannot_listen(what: str, host: str, port: int, error: OSError) -> ValueError:
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return ValueError(f"cannot listen on {HOST}:{port} ({what}): {reason}")
+    return ValueError(f"cannot listen on {join_address(host, port)} ({what}): {reason}")

@@ -52,6 +52,11 @@ def parse_nccl_id(request_id: str) -> NcclAddresses | None:
     return None if found is None else NcclAddresses(found[1], found[2])
 
 
+def join_address(host: str, port: int) -> str:
+    """Undo ``split_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def split_address(address: str) -> tuple[str, int] | None:
     """Return host and port of ``host:port`` (``[host]:port`` for IPv6), None when it is not that."""
     host, _, port = address.rpartition(":")

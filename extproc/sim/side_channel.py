@@ -19,7 +19,6 @@ from extproc.sim.kv_wire import (
     read_answer,
 )
 
-HOST = "127.0.0.1"
 ANSWER_S = 5.0
 """How long the prefill side may take to accept, or to answer what needs no waiting, in seconds."""
 
@@ -40,11 +39,11 @@ class SideChannel:
         self._connections: set[_Connection] = set()
         self._listener: asyncio.Server | None = None
 
-    async def start(self, port: int) -> None:
+    async def start(self, host: str, port: int) -> None:
         """Listen; OSError when the port cannot be had."""
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(
-            lambda: _Connection(self._kept, self._connections), HOST, port
+            lambda: _Connection(self._kept, self._connections), host, port
         )
         self.port = self._listener.sockets[0].getsockname()[1]
 

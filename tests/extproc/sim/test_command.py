@@ -66,7 +66,7 @@ def test_flags_become_settings():
         "--retry-after 23 "
         "--lora-modules x y=/p --lora-modules z --root-path /r --ssl-certfile c.pem --ssl-keyfile k.pem "
         "--role prefill --kv-connector nccl --kv-transfer-mode pull --kv-transfer-mb-per-s 24 "
-        "--kv-bytes-per-token 25 --kv-hold-s 26 --kv-port 27 --bootstrap-port 28 "
+        "--kv-bytes-per-token 25 --kv-hold-s 26 --kv-host h --kv-port 27 --bootstrap-port 28 "
         "--zmq-address a:29 --discovery-address b:30 "
         "--api-key secret --startup-delay 20 --data-parallel-size 21 --data-parallel-start-rank 22"
     )
@@ -101,6 +101,7 @@ def test_flags_become_settings():
             transfer_mb_per_s=24,
             bytes_per_token=25,
             hold_s=26,
+            host="h",
             port=27,
             bootstrap_port=28,
             zmq_address="a:29",
@@ -260,11 +261,11 @@ async def test_the_line_says_https_and_the_base_path(http, chat_body, certificat
 
 @pytest.mark.slow
 async def test_two_processes_hand_kv_over(http):
-    """Each in its role; both end cleanly with blocks still kept."""
+    """Each in its role, at an address of its own; both end cleanly with blocks still kept."""
     ask = {"prompt": "x" * 200, "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     flags = ("--speed", "0", "--role")
     async with (
-        process(*flags, "prefill") as (first, first_line),
+        process(*flags, "prefill", "--kv-host", "127.0.0.2") as (first, first_line),
         process(*flags, "decode") as (second, second_line),
     ):
         prefill, decode = (
@@ -272,6 +273,7 @@ async def test_two_processes_hand_kv_over(http):
         )
         for _ in range(2):
             params = (await (await http.post(prefill, json=ask)).json())["kv_transfer_params"]
+        assert params["remote_host"] == "127.0.0.2"
 
         answer = await http.post(
             decode, json={"prompt": "x" * 200, "max_tokens": 9, "kv_transfer_params": params}
