@@ -11,7 +11,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
-.PHONY: help sync run run-pd demo test heavy test-vllm test-helm fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run run-pd demo test heavy test-vllm test-helm e2e e2e-local fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ demo: $(STAMP) ## Like run, plus two streamed conversations through the OpenAI S
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
 test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
-	@$(BIN)/python -m pytest -m "not heavy and not vllm" $(PYTEST_ARGS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not heavy and not vllm and not cluster" $(PYTEST_ARGS) $(ARGS)
 
 heavy: $(STAMP) ## Tests that load the whole machine (overload, ten thousand requests in a queue, chaos) or repeat much
 	@$(BIN)/python -m pytest -m heavy $(ARGS)
@@ -58,11 +58,17 @@ test-helm: $(STAMP) ## The chart, with Helm 3 and 4 (fetched into .cache/helm th
 	@$(BIN)/python tests/helm/fetch.py $(HELM_CACHE)
 	@HELM_CACHE=$(abspath $(HELM_CACHE)) $(BIN)/python -m pytest tests/helm $(PYTEST_ARGS) $(ARGS)
 
+e2e-local: $(STAMP) ## The chart in a real cluster of one node, made here from Debian packages (root; ARGS=--install gets those)
+	@$(BIN)/python -m tests.cluster.local $(ARGS)
+
+e2e: $(STAMP) ## The same in kind (docker, kind, kubectl, helm; ARGS=--dry-run prints what it would do)
+	@$(BIN)/python -m tests.cluster.kind $(ARGS)
+
 fast: $(STAMP) ## Tests that start no Envoy
-	@$(BIN)/python -m pytest -m "not envoy" $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not cluster" $(ARGS)
 
 cover: $(STAMP) ## Branch coverage of the pure parts
-	@$(BIN)/python -m pytest -m "not envoy" --cov --cov-report=term-missing:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not cluster" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 chaos: $(STAMP) ## Break workers under load for a minute (CHAOS_SECONDS, CHAOS_SEED, CHAOS_POLICY)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-60} $(BIN)/python -m pytest tests/e2e/test_chaos.py -q -s $(ARGS)

@@ -8,13 +8,9 @@ the namespaces. Kubernetes is Debian 12's source of 1.20.2 (``tests/k8s/build.sh
 from __future__ import annotations
 
 import json
-import os
 import secrets
-import shutil
 import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +24,12 @@ POD_NET = "10.244.0.0/22"
 SERVICE_NET = "10.96.0.0/16"
 PAUSE = "localhost/pause:e2e"
 START_S = 90.0
-KERNEL_SETTINGS = ("vm/overcommit_memory", "vm/panic_on_oom", "kernel/panic", "kernel/panic_on_oops")
+KERNEL_SETTINGS = (
+    "vm/overcommit_memory",
+    "vm/panic_on_oom",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+)
 """What the kubelet sets for the whole machine. It sees files of the cluster's own instead."""
 
 CONTAINERD = """\
@@ -189,9 +190,7 @@ class Node:
                 "--leader-elect=false",
             ],
         )
-        self._program(
-            "kube-scheduler", [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"]
-        )
+        self._program("kube-scheduler", [f"--kubeconfig={self.kubeconfig}", "--leader-elect=false"])
 
     def _start_node(self) -> None:
         config = self._dir / "kubelet.json"
@@ -199,9 +198,7 @@ class Node:
         resolver.write_text("")
         plugins = self._dir / "volume-plugins"
         config.write_text(
-            json.dumps(
-                {**KUBELET, "resolvConf": str(resolver), "volumePluginDir": str(plugins)}
-            )
+            json.dumps({**KUBELET, "resolvConf": str(resolver), "volumePluginDir": str(plugins)})
         )
         socket = "unix:///run/containerd.sock"
         self._program(
@@ -237,7 +234,9 @@ class Node:
         """StartError when a program has ended that should run."""
         for name, process in self._running.items():
             if process.poll() is not None:
-                raise StartError(f"{name} ended with {process.returncode}: {self._end_of_log(name)}")
+                raise StartError(
+                    f"{name} ended with {process.returncode}: {self._end_of_log(name)}"
+                )
 
     def _program(self, name: str, command: list[str]) -> None:
         built = self._programs / name
@@ -276,9 +275,7 @@ def _ctr(*arguments: str) -> bool:
 def _own_cgroups() -> None:
     """Mount each hierarchy again: in this namespace its root is the group that was made for the cluster."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    hierarchies = [
-        (where, options) for _, where, kind, options, *_ in mounts if kind == "cgroup"
-    ]
+    hierarchies = [(where, options) for _, where, kind, options, *_ in mounts if kind == "cgroup"]
     known = {line.split()[0] for line in Path("/proc/cgroups").read_text().splitlines()[1:]}
     for where, options in hierarchies:
         names = [o for o in options.split(",") if o in known or o.startswith("name=")]

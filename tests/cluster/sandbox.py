@@ -39,7 +39,7 @@ def run(command: list[str], *, environment: dict[str, str] | None = None) -> int
             sandboxed,
             env={**os.environ, **(environment or {})},
             start_new_session=True,
-            preexec_fn=lambda: _enter(groups),
+            preexec_fn=lambda: _enter(groups),  # noqa: PLW1509  # there are no threads here
         )
         try:
             return process.wait()
@@ -50,12 +50,14 @@ def run(command: list[str], *, environment: dict[str, str] | None = None) -> int
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Turn SIGTERM into what Ctrl-C is."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Turn SIGTERM into what Ctrl-C is; a shell's background jobs would not even hear that."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, signal.default_int_handler) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def hierarchies() -> list[Path]:
