@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from extproc.discovery.pods import Pod, PodDefaults, PodState, Reading, needs_zone, read_pod
+from extproc.discovery.pods import Pod, PodDefaults, PodState, Reading, needs_zone, read_pod, trim
 from extproc.discovery.updates import Add, Remove, Reset, Update, WorkerSpec, WorkerType
 
 FIRST_BACKOFF_S = 0.2
@@ -165,16 +165,14 @@ class Follower:
         """Whether the last list was asked for since the version was gone."""
 
         self._watch_began = 0.0
+        self.failing = False
+        """Whether the last that was tried went wrong."""
+
         self.listed = False
         """Whether there was a complete list."""
 
         self.in_touch_at: float | None = None
         """When the server last said something that was understood; None: never."""
-
-    @property
-    def failing(self) -> bool:
-        """Whether the last that was tried went wrong."""
-        return self._failures > 0
 
     def next(self, now: float) -> Action:
         """Return what to do now."""
@@ -199,6 +197,11 @@ class Follower:
         self._list_due = now + self._list_interval_s * (1 - sooner)
         self.listed = True
         return Replace(pods)
+
+    def on_begun(self, now: float) -> None:
+        """Learn that the server has taken up the watch. Only what it says then ends the back-off."""
+        self.failing = False
+        self.in_touch_at = now
 
     def on_line(self, line: bytes, now: float) -> Put | Drop | None:
         """Take in a line of the watch.
@@ -247,11 +250,13 @@ class Follower:
 
     def _succeed(self, now: float) -> None:
         self._failures = 0
+        self.failing = False
         self.in_touch_at = now
 
     def _fail(self, now: float, wait_s: float) -> None:
         longest = FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(self._failures, 30)
         self._failures += 1
+        self.failing = True
         if self._failures >= LIST_AGAIN_AFTER:
             self._start_over()
         # Half of it drawn: many routers must not come back in the same moment.
@@ -359,22 +364,32 @@ class PodWorkers:
         pods = self._pods[selector]
         match happening:
             case Replace(found):
-                fresh = {pod.metadata.uid: pod for pod in found}
-                changed = [uid for uid in pods.keys() | fresh if pods.get(uid) != fresh.get(uid)]
-                pods.clear()
-                pods.update(fresh)
-                for uid in changed:
+                for uid in pods.keys() - {pod.metadata.uid for pod in found}:
+                    del pods[uid]
                     self._read(uid)
+                for pod in found:
+                    self._put(pods, pod)
             case Put(pod):
-                pods[pod.metadata.uid] = pod
-                self._read(pod.metadata.uid)
+                self._put(pods, pod)
             case Drop(pod):
                 pods.pop(pod.metadata.uid, None)
                 self._read(pod.metadata.uid)
 
+    def _put(self, pods: dict[str, Pod], pod: Pod) -> None:
+        known = pods.get(pod.metadata.uid)
+        if known is pod:
+            return
+        trim(pod, self._defaults)
+        if known != pod:
+            pods[pod.metadata.uid] = pod
+            self._read(pod.metadata.uid)
+
     def on_zone(self, node: str, zone: str) -> None:
         """Learn the zone of a node; empty: it has none."""
+        before = self._zones.get(node, "")
         self._zones[node] = zone
+        if zone == before:
+            return
         for uid, name in list(self._node_of.items()):
             if name == node:
                 self._read(uid)
@@ -438,15 +453,14 @@ class PodWorkers:
     def changes(self) -> Update | None:
         """Return what to tell now, and take it as told; None: nothing.
 
-        Call it until it returns None, with some time in between: where another Pod is at the URL of one that
-        was told, the old one is removed first, so that nothing that is known of it is taken for the other's.
+        Call it until it returns None, with some time in between: where another Pod, or one in another role, is
+        at the URL of one that was told, the old one is removed first, so that nothing that is known of it is
+        taken for the other's.
         """
         wanted = dict(self.workers)
         told = self._told
         replaced = {
-            key
-            for key, spec in wanted.items()
-            if key in told and told[key].instance != spec.instance
+            key for key, spec in wanted.items() if key in told and _who(told[key]) != _who(spec)
         }
         for key in replaced:
             del wanted[key]
@@ -462,3 +476,7 @@ class PodWorkers:
                 return Add(spec)
             case _:
                 return Reset(tuple(wanted.values()))
+
+
+def _who(spec: WorkerSpec) -> tuple[str, WorkerType]:
+    return spec.instance, spec.worker_type

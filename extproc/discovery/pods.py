@@ -152,6 +152,16 @@ def read_pod(pod: Pod, role: WorkerType, defaults: PodDefaults, node_zone: str =
     return Reading(state, spec, tuple(complaints))
 
 
+def trim(pod: Pod, defaults: PodDefaults) -> None:
+    """Drop the labels and annotations that nobody reads; there may be 256 KiB of them."""
+    metadata = pod.metadata
+    kept = (ZONE_LABEL, defaults.bootstrap_port_annotation)
+    for found in (metadata.labels, metadata.annotations):
+        for key in [k for k in found or () if not k.startswith(PREFIX) and k not in kept]:
+            if found is not None:
+                del found[key]
+
+
 def needs_zone(pod: Pod) -> bool:
     """Tell whether only the node of *pod* can say in which zone it is."""
     known = pod.said("zone") or (pod.metadata.labels or {}).get(ZONE_LABEL)

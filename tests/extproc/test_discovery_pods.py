@@ -320,7 +320,10 @@ def test_the_first_selector_decides_on_the_role_and_the_newest_word_on_the_rest(
     workers.on_happening(0, Drop(pod(version=6)))
     decode = told(workers)
 
-    assert [update.worker.worker_type for update in (*both, *decode)] == [PREFILL, DECODE]
+    key = "http://10.0.0.1:8000"
+    assert [update.worker.worker_type for update in both] == [PREFILL]
+    assert decode[0] == Remove(key)  # in another role it is another worker
+    assert decode[1].worker.worker_type is DECODE
 
 
 def test_zones_come_from_nodes_when_pods_name_none():
@@ -487,6 +490,21 @@ def test_retry_after_is_heeded_within_bounds():
         one = watching()
         one.on_failure(parse_refusal(429, b"", asked), 0)
         assert one.next(0) == Wait(expected)
+
+
+def test_a_watch_that_is_taken_up_is_well_though_nothing_happens():
+    """A quiet fleet must not look like a failure; the pauses grow all the same if it ends at once."""
+    one = watching()
+    waits = []
+    for n in range(8):
+        one.on_failure(OSError(), 100.0 * n)
+        action = one.next(100.0 * n)
+        assert isinstance(action, Wait)
+        waits.append(action.seconds)
+        one.on_begun(100.0 * n + 50)
+        assert one.failing is False
+
+    assert waits[-1] > 2.0
 
 
 def test_a_watch_that_ends_at_once_is_not_begun_again_at_once():

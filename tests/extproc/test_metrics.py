@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from extproc.circuit import CircuitState
+from extproc.discovery.pod_watch import Sync
 from extproc.errors import Refusal
 from extproc.metrics import Metrics
 from extproc.retry_budget import RetryBudget
@@ -20,6 +22,7 @@ from tests.fleets import registry_of, remove, reset, say
 def metrics(registry):
     metrics = Metrics("round_robin", registry)
     metrics.watch_retries(RetryBudget(ratio=0.2, most=5))
+    metrics.watch_kubernetes(Sync(requests=Counter({("list", "ok"): 1})))
     return metrics
 
 

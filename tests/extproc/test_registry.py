@@ -988,6 +988,25 @@ def test_drain_ends_when_it_is_overdue():
     assert pool.policy.done == [A]
 
 
+@pytest.mark.parametrize(("instance", "under_way"), [("uid-1", 1), ("uid-2", 0)])
+def test_requests_under_way_count_for_the_instance_that_has_them(instance, under_way):
+    """One that comes back still has them; another at its address does not."""
+    world = World()
+    registry = world.registry
+    registry.apply("kubernetes", Add(spec(A, instance="uid-1")), NOW)
+    world.commit()
+    lease = registry.pools[0].acquire(world.worker(A))
+    registry.apply("kubernetes", Remove(A), NOW)
+    world.commit()
+
+    registry.apply("kubernetes", Add(spec(A, instance=instance)), NOW)
+    world.commit()
+
+    assert (world.worker(A).in_flight, registry.pools[0].in_flight) == (under_way, 1)
+    lease.release(NOW)
+    assert (world.worker(A).in_flight, registry.pools[0].in_flight) == (0, 0)
+
+
 def test_drained_worker_stays_out_though_its_source_names_it():
     """Draining is removing, only later."""
     world = healthy(A, B)

@@ -14,6 +14,7 @@ import shutil
 import signal
 import ssl
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -75,10 +76,15 @@ class ApiServer:
             directory,
         )
         self._server: Program | None = None
+        self._kept: dict[int, http.client.HTTPSConnection] = {}
+        """By thread."""
+
         self.start()
 
     def start(self) -> None:
-        """Start the server and wait until it is ready."""
+        """Start the server, unless it runs, and wait until it is ready."""
+        if self._server is not None and self._server.running:
+            return
         self._server = Program(
             f"kube-apiserver-{self.port}",
             [
@@ -120,6 +126,8 @@ class ApiServer:
                 self.stop()
             self._server.end()
         self._etcd.end()
+        for connection in self._kept.values():
+            connection.close()
 
     @property
     def ca_file(self) -> Path:
@@ -147,16 +155,29 @@ class ApiServer:
         self, method: str, path: str, body: Any = None, *, kind: str = "application/json"
     ) -> tuple[int, Any]:
         """Send a request as an administrator; return the status and the JSON."""
+        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": kind}
+        text = None if body is None else json.dumps(body)
+        thread = threading.get_ident()
+        for connection in (self._kept.pop(thread, None), self._connect()):
+            if connection is None:
+                continue
+            try:
+                connection.request(method, path, text, headers)
+                answer = connection.getresponse()
+                content = answer.read()
+            except (OSError, http.client.HTTPException):
+                connection.close()
+                continue
+            self._kept[thread] = connection
+            shown = json.loads(content) if content.startswith(b"{") else content.decode()
+            return answer.status, shown
+        raise ConnectionError("the API server does not answer")
+
+    def _connect(self) -> http.client.HTTPSConnection:
         context = ssl.create_default_context(cafile=str(self.ca_file))
-        connection = http.client.HTTPSConnection(
+        return http.client.HTTPSConnection(
             "127.0.0.1", self.port, timeout=HTTP_LIMIT_S, context=context
         )
-        with contextlib.closing(connection):
-            headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": kind}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            answer = connection.getresponse()
-            text = answer.read()
-        return answer.status, json.loads(text) if text.startswith(b"{") else text.decode()
 
     def do(
         self, method: str, path: str, body: Any = None, *, kind: str = "application/json"

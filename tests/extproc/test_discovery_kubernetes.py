@@ -1,0 +1,510 @@
+"""Following Pods through real sockets: a small API server that says whatever a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+
+from extproc.config import Config
+from extproc.discovery import kubernetes, pod_watch
+from extproc.discovery.pod_watch import Sync
+from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec
+from extproc.errors import ConfigError
+from tests.e2e.certificates import Maker
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 10.0
+PATH = "/api/v1/namespaces/ns/pods"
+
+
+def pod(name: str, ip: str = "10.0.0.1", version: int = 1, **metadata: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "ns",
+            "uid": f"uid-{name}",
+            "resourceVersion": str(version),
+            **metadata,
+        },
+        "spec": {"nodeName": "n"},
+        "status": {
+            "phase": "Running",
+            "podIP": ip,
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+
+
+def event(kind: str, value: dict[str, Any]) -> bytes:
+    return json.dumps({"type": kind, "object": value}).encode() + b"\n"
+
+
+class Api:
+    """The API server: what it lists, what its watches say, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.pods: list[dict[str, Any]] = []
+        self.version = 10
+        self.asked: list[dict[str, str]] = []
+        self.tokens: list[str] = []
+        self.refusals: list[web.Response] = []
+        """Answered to the next requests for Pods instead of what they ask for."""
+
+        self.watches: list[asyncio.Queue[bytes | None]] = []
+        self.node: Callable[[], web.Response] = lambda: web.json_response({}, status=403)
+        self.page_size = 1000
+        self.port = 0
+
+    async def serve(self) -> web.AppRunner:
+        app = web.Application()
+        app.router.add_get(PATH, self._pods)
+        app.router.add_get("/api/v1/nodes/{name}", self._node)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", self.port)
+        await site.start()
+        self.port = runner.addresses[0][1]
+        return runner
+
+    async def _node(self, _request: web.Request) -> web.Response:
+        return self.node()
+
+    async def _pods(self, request: web.Request) -> web.StreamResponse:
+        self.asked.append(dict(request.query))
+        self.tokens.append(request.headers.get("Authorization", ""))
+        if self.refusals:
+            return self.refusals.pop(0)
+        if "watch" not in request.query:
+            begin = int(request.query.get("continue", "0"))
+            end = begin + self.page_size
+            more = str(end) if end < len(self.pods) else ""
+            metadata = {"resourceVersion": str(self.version), "continue": more}
+            return web.json_response({"metadata": metadata, "items": self.pods[begin:end]})
+        response = web.StreamResponse()
+        await response.prepare(request)
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.watches.append(queue)
+        while (chunk := await queue.get()) is not None:
+            await response.write(chunk)
+        return response
+
+    def say(self, *chunks: bytes | None) -> None:
+        """Let the latest watch say this, and end with None."""
+        for chunk in chunks:
+            self.watches[-1].put_nowait(chunk)
+
+    def lists(self) -> int:
+        return sum("watch" not in query for query in self.asked)
+
+    async def until(self, condition: Callable[[], Any], _what: str) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not condition():  # noqa: ASYNC110  many conditions, one way to wait
+                await asyncio.sleep(0.005)
+
+    async def watched(self, count: int) -> None:
+        await self.until(lambda: len(self.watches) >= count, f"{count} watches")
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = Api()
+    runner = await api.serve()
+    yield api
+    for queue in api.watches:
+        queue.put_nowait(None)
+    await runner.cleanup()
+
+
+@pytest.fixture
+def options(api: Api, tmp_path: Path) -> Config:
+    """Return the options of a router before that server."""
+    return make_options(api, tmp_path / "kubeconfig")
+
+
+def make_options(api: Api, path: Path, token: str = "first", **more: Any) -> Config:  # noqa: S107
+    document = {
+        "current-context": "c",
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{api.port}"}}],
+        "users": [{"name": "u", "user": {"token": token}}],
+    }
+    path.write_text(yaml.safe_dump(document))
+    return Config(
+        service_discovery=True,
+        selector=("app=vllm",),
+        service_discovery_namespace="ns",
+        kubeconfig=str(path),
+        **more,
+    )
+
+
+class Followed:
+    """What a router makes of it."""
+
+    def __init__(self, options: Config, known: tuple[WorkerSpec, ...] = ()) -> None:
+        self.sync = Sync()
+        self.updates: list[Any] = []
+        self.reports: list[tuple[str, str]] = []
+        self.workers: dict[str, WorkerSpec] = {spec.key: spec for spec in known}
+        self.error: Exception | None = None
+        self._source = kubernetes.watch(
+            options,
+            known=lambda: known,
+            sync=self.sync,
+            report=lambda *report: self.reports.append(report),
+            report_pod=lambda *report: self.reports.append(report),
+            clock=lambda: 1000.0,
+        )
+
+    async def run(self) -> None:
+        try:
+            async for update in self._source:
+                self.updates.append(update)
+                match update:
+                    case Reset(workers):
+                        self.workers = {spec.key: spec for spec in workers}
+                    case Add(worker):
+                        self.workers[worker.key] = worker
+                    case Remove(key):
+                        self.workers.pop(key, None)
+        except ConfigError as error:
+            self.error = error
+
+    def pods(self) -> set[str]:
+        return {dict(spec.labels)["pod"] for spec in self.workers.values()}
+
+    async def until_pods(self, *names: str) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not self.updates or self.pods() != set(names):  # noqa: ASYNC110  as above
+                await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def following(options: Config, known: tuple[WorkerSpec, ...] = ()) -> AsyncIterator[Followed]:
+    followed = Followed(options, known)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(followed.run())
+        yield followed
+        task.cancel()
+
+
+async def test_pods_are_listed_page_by_page_and_watched(api: Api, options: Config) -> None:
+    """Nothing is said before the list is complete; then each change, alone or together."""
+    api.pods = [pod(f"p{n}", f"10.0.0.{n}") for n in range(1, 6)]
+    api.page_size = 2
+    async with following(options) as followed:
+        await followed.until_pods("p1", "p2", "p3", "p4", "p5")
+        await api.watched(1)
+        api.say(event("ADDED", pod("new", "10.0.1.1", 11)))
+        await followed.until_pods("p1", "p2", "p3", "p4", "p5", "new")
+        api.say(event("DELETED", pod("p1", "10.0.0.1", 12)))
+        await followed.until_pods("p2", "p3", "p4", "p5", "new")
+        whole = event("ADDED", pod("late", "10.0.1.2", 13)) + event(
+            "ADDED", pod("later", "10.0.1.3", 14)
+        )
+        api.say(whole[:100], whole[100:250], whole[250:])
+        await followed.until_pods("p2", "p3", "p4", "p5", "new", "late", "later")
+
+        assert [type(update) for update in followed.updates[:3]] == [Reset, Add, Remove]
+        assert [query.get("continue") for query in api.asked[:3]] == [None, "2", "4"]
+        assert all(query["labelSelector"] == "app=vllm" for query in api.asked)
+        assert api.asked[3] | {"timeoutSeconds": ""} == {
+            "labelSelector": "app=vllm",
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": "10",
+            "timeoutSeconds": "",
+        }
+        assert set(api.tokens) == {"Bearer first"}
+        assert followed.sync.failing == set()
+        assert followed.sync.in_touch_at == 1000.0
+
+
+async def test_no_pods_is_a_word_too(options: Config) -> None:
+    """Whoever waits for the first word must not wait for the first Pod."""
+    async with following(options) as followed:
+        await followed.until_pods()
+        assert followed.updates == [Reset(())]
+
+
+async def test_a_watch_that_ends_goes_on_where_it_was(
+    api: Api, options: Config, monkeypatch
+) -> None:
+    """Bookmarks count; nothing is listed again."""
+    monkeypatch.setattr(pod_watch, "SHORT_WATCH_S", 0.0)
+    async with following(options) as followed:
+        await api.watched(1)
+        bookmark = {"kind": "Pod", "metadata": {"resourceVersion": "77", "creationTimestamp": None}}
+        api.say(event("BOOKMARK", bookmark), None)
+        await api.watched(2)
+        assert api.asked[-1]["resourceVersion"] == "77"
+        assert api.lists() == 1
+        await api.until(lambda: followed.sync.requests["watch", "ok"] == 1, "counted")
+
+
+@pytest.mark.parametrize("way", ["status", "event"])
+async def test_gone_is_no_failure(api: Api, options: Config, way: str) -> None:
+    """The Pods are listed at once, what was missed is made good, and nobody is alarmed."""
+    api.pods = [pod("a"), pod("b", "10.0.0.2")]
+    async with following(options) as followed:
+        await followed.until_pods("a", "b")
+        await api.watched(1)
+        api.pods, api.version = [pod("b", "10.0.0.2"), pod("c", "10.0.0.3")], 50
+        gone = {"kind": "Status", "code": 410, "reason": "Expired"}
+        if way == "status":
+            api.refusals = [web.json_response(gone, status=410)]
+            api.say(event("BOOKMARK", pod("x", version=11)), None)
+        else:
+            api.say(event("ERROR", gone))
+        await followed.until_pods("b", "c")
+        await api.watched(2)
+        assert api.asked[-1]["resourceVersion"] == "50"
+        assert followed.sync.requests["watch", "gone"] == 1
+        assert not any("gone" in reason or "410" in reason for _, reason in followed.reports)
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"<html>\n",
+        b'{"type": "ADDED"}\n',
+        b'{"type": "ADDED", "object": null}\n',
+        b'{"type": "ADDED", "object": {"metadata": {"name": 5}}}\n',
+        b"\xff\xfe\n",
+        event("ADDED", pod("x", uid="")),
+        event("ERROR", {"code": 500, "message": "etcd is not well"}),
+    ],
+)
+async def test_a_stream_that_makes_no_sense(api: Api, options: Config, nonsense: bytes) -> None:
+    """The workers stay, the reason is told, and a list makes it good."""
+    api.pods = [pod("a")]
+    async with following(options) as followed:
+        await followed.until_pods("a")
+        await api.watched(1)
+        api.say(nonsense)
+        await api.watched(2)
+        assert followed.pods() == {"a"}
+        assert followed.sync.requests["watch", "failed"] == 1
+        reasons = [reason for what, reason in followed.reports if what == "--selector"]
+        assert reasons[0].startswith("cannot watch pods in namespace 'ns': ")
+        await api.until(lambda: ("--selector", "") in followed.reports, "all is well again")
+
+
+@pytest.mark.parametrize("status", [429, 500, 502])
+async def test_lists_that_fail(api: Api, options: Config, status: int) -> None:
+    """They are tried again; a proxy may answer with a page, or with half a list."""
+    api.pods = [pod("a")]
+    page = web.Response(status=status, text="<html>", headers={"Retry-After": "0"})
+    half = web.Response(status=200, text='{"metadata": {"resourceVersion": "5"}, "items": [{"meta')
+    api.refusals = [page, half]
+    async with following(options) as followed:
+        await followed.until_pods("a")
+        assert followed.sync.requests["list", "failed"] == 2
+        assert api.lists() == 3
+
+
+async def test_denied_at_the_start(api: Api, options: Config) -> None:
+    """There is no hope: the source ends, and says why."""
+    status = {"message": "pods is forbidden", "reason": "Forbidden"}
+    api.refusals = [web.json_response(status, status=403)]
+    followed = Followed(options)
+
+    async with asyncio.timeout(LIMIT_S):
+        await followed.run()
+
+    assert "not allowed to list pods in namespace 'ns': pods is forbidden (403)" in str(
+        followed.error
+    )
+
+
+async def test_denied_with_workers_of_an_earlier_run(
+    api: Api, options: Config, tmp_path: Path
+) -> None:
+    """They stay, and the token is read anew each time."""
+    api.pods = [pod("a")]
+    async with following(options) as first:
+        await first.until_pods("a")
+    known = tuple(first.workers.values())
+    api.refusals = [web.json_response({"message": "who?"}, status=401) for _ in range(2)]
+    async with following(options, known) as followed:
+        await api.until(lambda: followed.sync.requests["list", "denied"] == 1, "denied")
+        make_options(api, tmp_path / "kubeconfig", "second")
+        assert followed.updates == []
+        assert followed.pods() == {"a"}
+        await followed.until_pods("a")
+        assert followed.updates == [Reset(known)]
+        assert api.tokens[-1] == "Bearer second"
+
+
+async def test_a_server_that_is_away_and_comes_back(api: Api, tmp_path: Path) -> None:
+    """Nothing changes until it is there; after some failures a list tells what its watch would not."""
+    other = Api()
+    other.pods = [pod("a")]
+    first = await other.serve()
+    async with following(make_options(other, tmp_path / "other")) as followed:
+        await followed.until_pods("a")
+        await other.watched(1)
+        other.say(None)
+        await first.cleanup()
+        failed = pod_watch.LIST_AGAIN_AFTER
+        await api.until(lambda: followed.sync.requests.total() > failed + 1, "noticed")
+        assert followed.sync.failing == {0}
+        other.pods = [pod("b", "10.0.0.2")]
+        assert followed.pods() == {"a"}
+        second = await other.serve()
+        await followed.until_pods("b")
+        await api.until(lambda: followed.sync.failing == set(), "well again")
+        for queue in other.watches:
+            queue.put_nowait(None)
+    await second.cleanup()
+
+
+async def test_a_watch_that_hangs_is_given_up(api: Api, tmp_path: Path, monkeypatch) -> None:
+    """The server was to end it, and did not."""
+    monkeypatch.setattr(kubernetes, "STALL_S", 0.2)
+    options = make_options(api, tmp_path / "kubeconfig", service_discovery_watch_timeout_secs=1)
+    async with following(options) as followed:
+        await api.watched(2)
+        await api.until(lambda: followed.sync.requests["watch", "stalled"] == 1, "stalled")
+        assert (
+            "--selector",
+            "cannot watch pods in namespace 'ns': the connection has stalled",
+        ) in (followed.reports)
+        assert api.lists() == 1
+
+
+async def test_zones_of_nodes(api: Api, options: Config) -> None:
+    """They are asked once; one that cannot be asked now is asked later."""
+    labels = {"metadata": {"labels": {"topology.kubernetes.io/zone": "z1"}}}
+    answers = [web.json_response(labels)]
+    api.node = lambda: answers.pop(0)
+    api.pods = [pod("a"), pod("b", "10.0.0.2")]
+    async with following(options) as followed:
+        await api.until(
+            lambda: [dict(s.labels).get("zone") for s in followed.workers.values()] == ["z1", "z1"],
+            "zones",
+        )
+        assert followed.sync.requests["get", "ok"] == 1
+
+
+async def test_complaints_about_pods_are_told_once(api: Api, options: Config) -> None:
+    """Each event of the Pod would repeat it else."""
+    wrong = {"vllm-extproc.io/port": "x"}
+    api.pods = [pod("a", annotations=wrong)]
+    async with following(options) as followed:
+        await api.watched(1)
+        api.say(event("MODIFIED", pod("a", version=11, annotations=wrong)))
+        api.say(event("ADDED", pod("b", "10.0.0.2", version=12)))
+        await followed.until_pods("a", "b")
+        assert [what for what, _ in followed.reports if "/" in what] == ["ns/a"]
+
+
+async def test_the_pods_can_be_looked_at_once(api: Api, options: Config) -> None:
+    """For `check`: counts, or the reason."""
+    api.pods, api.page_size = [pod("a"), pod("b", deletionTimestamp="x"), pod("c", "10.0.0.3")], 1
+    counts = await kubernetes.look_once(options)
+    api.refusals = [web.json_response({"message": "no"}, status=403)]
+    with pytest.raises(ConfigError, match="not allowed to list pods in namespace 'ns': no"):
+        await kubernetes.look_once(options)
+    api.refusals = [web.Response(status=200, text="<html>")]
+    with pytest.raises(OSError, match="cannot list pods in namespace 'ns'"):
+        await kubernetes.look_once(options)
+
+    assert counts == {"worker": 2, "ending": 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "cannot be used"),
+        ("{}", "Expected key current-context"),
+        ("a: [", "cannot be used"),
+        ("users: [{user: {token: secret}}]", "Expected key current-context"),
+    ],
+)
+async def test_a_kubeconfig_that_cannot_be_used(
+    tmp_path: Path, content: str | None, reason: str
+) -> None:
+    """The flag and the file are named, and nothing of it is shown."""
+    path = tmp_path / "kubeconfig"
+    if content is not None:
+        path.write_text(content)
+    options = Config(service_discovery=True, selector=("a=b",), kubeconfig=str(path))
+
+    followed = Followed(options)
+    await followed.run()
+
+    text = str(followed.error)
+    assert text.startswith(f"--kubeconfig: {path} cannot be used")
+    assert reason in text
+    assert "secret" not in text
+
+
+async def test_outside_of_a_cluster_a_kubeconfig_is_needed(monkeypatch) -> None:
+    """The text says so."""
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    followed = Followed(Config(service_discovery=True, selector=("a=b",)))
+    await followed.run()
+
+    assert "outside of a cluster give --kubeconfig" in str(followed.error)
+
+
+async def test_without_the_client_the_text_says_what_to_install(
+    options: Config, monkeypatch
+) -> None:
+    """It is an extra."""
+    monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
+    followed = Followed(options)
+    await followed.run()
+
+    assert "pip install 'vllm-extproc[kubernetes]'" in str(followed.error)
+
+
+async def test_a_token_of_the_service_account_is_read_when_it_rotates(
+    api: Api, tmp_path: Path, monkeypatch
+) -> None:
+    """Refused ones are read again at once, others every minute."""
+    from kubernetes.aio.config import incluster_config  # noqa: PLC0415  only where it is needed
+
+    token, ca = tmp_path / "token", tmp_path / "ca"
+    token.write_text("first")
+    ca.write_bytes(Maker(tmp_path).make("ca").cert.read_bytes())
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(ca))
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
+    client = await kubernetes._make_client("")
+    try:
+        seen = [(await client.configuration.auth_settings())["BearerToken"]["value"]]
+        token.write_text("second")
+    finally:
+        await client.close()
+    client = await kubernetes._make_client("")
+    try:
+        seen.append((await client.configuration.auth_settings())["BearerToken"]["value"])
+    finally:
+        await client.close()
+
+    assert seen == ["bearer first", "bearer second"]
+
+
+async def test_closing_the_source_ends_its_tasks(options: Config) -> None:
+    """Nobody goes on asking."""
+    source = kubernetes.watch(
+        options, sync=Sync(), report=lambda *_: None, report_pod=lambda *_: None, clock=lambda: 0.0
+    )
+    await anext(source)
+    before = len(asyncio.all_tasks())
+    await source.aclose()
+
+    assert before > len(asyncio.all_tasks())
