@@ -92,6 +92,8 @@ class Cluster:
         line = await asyncio.wait_for(self._proxy.stdout.readline(), WAIT_S)
         found = re.search(rb"127\.0\.0\.1:\d+", line)
         if found is None:
+            if self._proxy.returncode is None:
+                self._proxy.kill()
             raise CommandError(f"kubectl proxy says {line!r}")
         self._api = f"http://{found.group().decode()}"
         self._http = aiohttp.ClientSession(

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from tests.cluster import image, needs, runner, sandbox
-from tests.cluster.cluster import ROOT, Programs
+from tests.cluster.cluster import ROOT, CommandError, Programs
 from tests.cluster.node import Node, StartError
 
 CACHE = ROOT / ".cache"
@@ -41,7 +41,7 @@ def main() -> int:
         if arguments.inside is not None:
             return inside(arguments.inside, arguments.scenario)
         return outside(arguments.scenario, install=arguments.install)
-    except (ValueError, StartError, image.BuildError, sandbox.LeftoverError) as error:
+    except (ValueError, CommandError, StartError, image.BuildError, sandbox.LeftoverError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -46,12 +46,12 @@ BUILD = {
 """The same for ``tests/k8s/build.sh``."""
 
 KIND = {
-    "docker": "https://docs.docker.com/engine/install/",
-    "kind": "https://kind.sigs.k8s.io/docs/user/quick-start/#installation",
-    "kubectl": "https://kubernetes.io/docs/tasks/tools/",
-    "helm": "https://helm.sh/docs/intro/install/",
+    "docker": "docker: https://docs.docker.com/engine/install/",
+    "kind": "kind: https://kind.sigs.k8s.io/docs/user/quick-start/#installation",
+    "kubectl": "kubectl: https://kubernetes.io/docs/tasks/tools/",
+    "helm": "helm: https://helm.sh/docs/intro/install/",
 }
-"""Where to get each program."""
+"""What to say of each program when it is missing."""
 
 
 def local(programs: Path) -> tuple[list[str], list[str]]:

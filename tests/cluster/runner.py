@@ -21,17 +21,22 @@ async def run(programs: Programs, names: list[str]) -> bool:
     chosen = choose(names)
     outcomes: dict[str, tuple[Outcome, float]] = {}
     async with Cluster(programs) as cluster:
-        begun = time.monotonic()
-        await cluster.install()
-        print(f"installed and ready in {time.monotonic() - begun:.1f} s", flush=True)
-        for name, scenario in chosen.items():
+        for name, scenario in {"install": install, **chosen}.items():
             begun = time.monotonic()
             outcome = await attempt(cluster, scenario)
             took = time.monotonic() - begun
             outcomes[name] = outcome, took
             print(f"{name}: {'; '.join(outcome.problems) or 'ok'} ({took:.0f} s)", flush=True)
+            if scenario is install and outcome.problems:
+                break
     print_table(outcomes)
     return not any(outcome.problems for outcome, _ in outcomes.values())
+
+
+async def install(cluster: Cluster) -> Outcome:
+    """Install the release; nothing can be tried without it."""
+    await cluster.install()
+    return Outcome()
 
 
 def choose(names: list[str]) -> Mapping[str, Scenario]:
