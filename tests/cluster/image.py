@@ -100,10 +100,22 @@ class _Store:
 
 
 def _checkout(context: Path) -> None:
-    """Copy what git knows and what it does not ignore to *context*."""
+    """Copy what git knows, or does not ignore, to *context*, of that what .dockerignore lets in."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    wanted = [line.removeprefix("!") for line in lines if line.startswith("!")]
     shutil.rmtree(context, ignore_errors=True)
     listed = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        [
+            "git",
+            "ls-files",
+            "--cached",
+            "--others",
+            "--exclude-standard",
+            "-z",
+            "Dockerfile",
+            ".dockerignore",
+            *wanted,
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import os
 import shutil
 import subprocess
@@ -34,13 +35,16 @@ def main() -> int:
     parser.add_argument(
         "--install", action="store_true", help="install the Debian packages that are missing"
     )
+    parser.add_argument(
+        "--helm", metavar="PROGRAM", type=Path, default=HELM, help="another Helm than %(default)s"
+    )
     parser.add_argument("--inside", metavar="DIRECTORY", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     try:
         runner.choose(arguments.scenario)
         if arguments.inside is not None:
-            return inside(arguments.inside, arguments.scenario)
-        return outside(arguments.scenario, install=arguments.install)
+            return inside(arguments.inside, arguments.scenario, arguments.helm)
+        return outside(arguments.scenario, arguments.helm.resolve(), install=arguments.install)
     except (ValueError, CommandError, StartError, image.BuildError, sandbox.LeftoverError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -49,7 +53,7 @@ def main() -> int:
         return 130
 
 
-def outside(scenarios: list[str], *, install: bool) -> int:
+def outside(scenarios: list[str], helm: Path, *, install: bool) -> int:
     """Build what is missing, and run the scenarios in namespaces."""
     sentences, packages = needs.local(KUBERNETES / "bin")
     if install and packages and not sentences:
@@ -62,20 +66,31 @@ def outside(scenarios: list[str], *, install: bool) -> int:
     build = [str(ROOT / "tests" / "k8s" / "build.sh"), str(KUBERNETES), *needs.KUBERNETES]
     if subprocess.run(build, check=False).returncode != 0:
         return 2
-    if not HELM.exists():
+    if not helm.exists():
         fetch = [sys.executable, str(ROOT / "tests" / "helm" / "fetch.py"), str(HELM.parent)]
         subprocess.run(fetch, check=True)
     IMAGES.mkdir(parents=True, exist_ok=True)
+    lock = (IMAGES / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError("another run from this checkout is under way") from None
+    with lock:
+        return _run(scenarios, helm)
+
+
+def _run(scenarios: list[str], helm: Path) -> int:
     image.build(IMAGES)
     with tempfile.TemporaryDirectory(prefix="cluster-e2e-") as directory:
-        again = [sys.executable, "-m", "tests.cluster.local", "--inside", directory, *scenarios]
+        again = [sys.executable, "-m", "tests.cluster.local", "--inside", directory]
+        again += [f"--helm={helm}", *scenarios]
         try:
             return sandbox.run(again, environment={"HOME": directory, "PYTHONPATH": str(ROOT)})
         finally:
             _keep_logs(Path(directory))
 
 
-def inside(directory: Path, scenarios: list[str]) -> int:
+def inside(directory: Path, scenarios: list[str], helm: Path) -> int:
     """Start the cluster and run the scenarios; whoever ends this process ends the cluster."""
     begun = time.monotonic()
     node = Node(directory, KUBERNETES / "bin")
@@ -83,7 +98,7 @@ def inside(directory: Path, scenarios: list[str]) -> int:
     print(f"the cluster is up after {time.monotonic() - begun:.1f} s", flush=True)
     kubectl = shutil.which("kubectl")
     assert kubectl is not None
-    programs = Programs(kubectl, str(HELM), {"KUBECONFIG": str(node.kubeconfig)})
+    programs = Programs(kubectl, str(helm), {"KUBECONFIG": str(node.kubeconfig)})
     hold = asyncio.run(runner.run(programs, scenarios))
     node.check()
     return 0 if hold else 1

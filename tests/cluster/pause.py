@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import platform
 import subprocess
 import tarfile
 import tempfile
@@ -36,7 +37,7 @@ def write_pause_image(archive: Path, name: str) -> None:
             packed.add(program, "pause")
     digest = hashlib.sha256(layer.getvalue()).hexdigest()
     config = {
-        "architecture": "amd64",
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
         "os": "linux",
         "config": {"Entrypoint": ["/pause"]},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
