@@ -12,7 +12,7 @@ K8S_CACHE ?= .cache/k8s
 ARGS ?=
 PYTEST_ARGS ?= -n 3 --dist worksteal
 
-.PHONY: help sync run run-pd demo test heavy test-vllm test-helm test-k8s fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
+.PHONY: help sync run run-pd demo test heavy test-vllm test-k8s test-helm e2e e2e-local fast cover chaos fuzz lint fmt types imports spell check bench bench-pd bench-policies bench-registry proto docs golden build lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,7 +37,7 @@ demo: $(STAMP) ## Like run, plus two streamed conversations through the OpenAI S
 	@$(BIN)/vllm-extproc demo $(ARGS)
 
 test: $(STAMP) ## All tests, the ones with a real Envoy included; the heavy ones have a target of their own
-	@$(BIN)/python -m pytest -m "not heavy and not vllm and not k8s" $(PYTEST_ARGS) $(ARGS)
+	@$(BIN)/python -m pytest -m "not heavy and not vllm and not k8s and not cluster" $(PYTEST_ARGS) $(ARGS)
 
 heavy: $(STAMP) ## Tests that load the whole machine (overload, ten thousand requests in a queue, chaos) or repeat much
 	@$(BIN)/python -m pytest -m heavy $(ARGS)
@@ -64,11 +64,17 @@ test-k8s: $(STAMP) ## Discovery in Kubernetes, with a real API server; the first
 	@tests/k8s/build.sh $(K8S_CACHE) kube-apiserver
 	@K8S_CACHE=$(abspath $(K8S_CACHE)) $(BIN)/python -m pytest -m k8s tests/k8s $(ARGS)
 
+e2e-local: $(STAMP) ## The chart in a real cluster of one node, made here from Debian packages (root; ARGS=--install gets those)
+	@$(BIN)/python -m tests.cluster.local $(ARGS)
+
+e2e: $(STAMP) ## The same in kind (docker, kind, kubectl, helm; ARGS=--dry-run prints what it would do)
+	@$(BIN)/python -m tests.cluster.kind $(ARGS)
+
 fast: $(STAMP) ## Tests that start no Envoy
-	@$(BIN)/python -m pytest -m "not envoy and not k8s" $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not k8s and not cluster" $(ARGS)
 
 cover: $(STAMP) ## Branch coverage of the pure parts
-	@$(BIN)/python -m pytest -m "not envoy and not k8s" --cov --cov-report=term-missing:skip-covered $(ARGS)
+	@$(BIN)/python -m pytest -m "not envoy and not k8s and not cluster" --cov --cov-report=term-missing:skip-covered $(ARGS)
 
 chaos: $(STAMP) ## Break workers under load for a minute (CHAOS_SECONDS, CHAOS_SEED, CHAOS_POLICY)
 	@CHAOS_SECONDS=$${CHAOS_SECONDS:-60} $(BIN)/python -m pytest tests/e2e/test_chaos.py -q -s $(ARGS)

@@ -148,6 +148,31 @@ def test_containers_of_ours_may_do_nothing(helm: Helm, case):
     assert found >= 1
 
 
+@pytest.mark.parametrize("value", ["resources", "vllm.resources", "simWorkers.resources"])
+def test_containers_may_ask_for_no_resources(helm: Helm, value):
+    """None at all, or no limits; engines without a GPU for example."""
+    name = {"resources": "extproc", "vllm.resources": "vllm", "simWorkers.resources": "sim-worker"}
+    for setting in (f"{value}=null", f"{value}.limits=null"):
+        objects = helm.render("--set", f"vllm.enabled=true,simWorkers.enabled=true,{setting}")
+        (found,) = [
+            c
+            for _, spec in pod_specs(objects)
+            for c in spec["containers"]
+            if c["name"] == name[value]
+        ]
+        assert "limits" not in found["resources"]
+
+
+@pytest.mark.parametrize("case", PRESETS)
+def test_streams_of_workers_may_finish_when_their_pod_ends(helm: Helm, case):
+    """Kubernetes stops a worker only when the router has long heard of it and streams had time."""
+    for _, spec in pod_specs(helm.render(*PRESETS[case])):
+        for found in spec["containers"]:
+            if found["name"] in ("vllm", "sim-worker"):
+                assert found["lifecycle"]["preStop"]["exec"]["command"][-1] == "sleep 10"
+                assert spec.get("terminationGracePeriodSeconds", 30) > 20
+
+
 @pytest.mark.parametrize("case", PRESETS)
 def test_every_container_has_three_probes_on_a_port_of_its_own(helm: Helm, case):
     """A probe names a port that the container has."""

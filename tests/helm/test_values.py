@@ -120,6 +120,7 @@ IMPOSSIBLE = {
     "auth.apiKey.existingSecret=x,auth.htpasswdFile.existingSecret=y": "choose one of them",
     "auth.apiKeysFile.existingSecret=x,config.api_key_validation_urls={http://x}": "choose one",
     "auth.jwks.existingSecret=x": "config.jwt_issuer must be given too",
+    "envoy.resources=null": "set resources.limits.memory or maxHeapBytes",
     "envoy.resources.limits=null": "set resources.limits.memory or maxHeapBytes",
     "envoy.resources.limits.memory=2Xi": "the unit of",
     "httpRoute.enabled=true": "httpRoute.parentRefs: name the Gateway",

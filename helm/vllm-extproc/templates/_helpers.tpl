@@ -83,7 +83,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 
 {{- define "router.maxHeapBytes" -}}
-{{- $limit := dig "limits" "memory" "" .Values.envoy.resources -}}
+{{- $limit := dig "limits" "memory" "" (.Values.envoy.resources | default dict) -}}
 {{- if .Values.envoy.maxHeapBytes -}}
 {{- .Values.envoy.maxHeapBytes | int64 -}}
 {{- else if $limit -}}
@@ -262,7 +262,7 @@ seccompProfile:
 
 {{/* Resources with every quantity as a string: servers of 1.20 take no number in a server-side apply, as Helm 4 does it. */}}
 {{- define "router.resources" -}}
-{{- $found := deepCopy . -}}
+{{- $found := deepCopy (. | default dict) -}}
 {{- range $kind := list "requests" "limits" -}}
 {{- if hasKey $found $kind -}}
 {{- range $name, $quantity := get $found $kind -}}
