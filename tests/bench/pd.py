@@ -60,6 +60,9 @@ class Load:
     outputs: tuple[int, ...]
     requests: int
     at_once: int
+    ramp_s: float
+    """Simulated time over which the clients start, about what one request takes: with all of them in
+    the same instant, a good part of the figures would be the queue of that one burst."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,12 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _loads(*, quick: bool) -> list[Load]:
     if quick:
         return [
-            Load("random 1000/100", (1000,), (100,), 64, 32),
-            Load("long prompts", (8000, 500), (100,), 32, 16),
+            Load("random 1000/100", (1000,), (100,), 64, 32, 1.0),
+            Load("long prompts", (8000, 500), (100,), 32, 16, 1.0),
         ]
     return [
-        Load("random 1000/1000", (1000,), (1000,), 192, 96),
-        Load("long prompts", (16_000, 500, 4000, 500), (250,), 256, 64),
+        Load("random 1000/1000", (1000,), (1000,), 192, 96, 8.0),
+        Load("long prompts", (16_000, 500, 4000, 500), (250,), 256, 64, 2.5),
     ]
 
 
@@ -143,15 +146,17 @@ async def _run(loads: list[Load], speed: float) -> list[Result]:
 @contextlib.asynccontextmanager
 async def _serving(setup: str, speed: float, directory: Path) -> AsyncIterator[int]:
     """Run fresh workers and *setup* before them; yield its port."""
-    ports = free_ports(2 * PER_ROLE + 2)
-    port, metrics_port, *workers = ports
+    port, metrics_port, *ports = free_ports(2 + 2 * 2 * PER_ROLE)
+    # Those of the transfers, too: a port taken at will could be one that another worker is to listen on.
+    workers, side_channels = ports[: 2 * PER_ROLE], ports[2 * PER_ROLE :]
     urls = [f"http://127.0.0.1:{worker}" for worker in workers]
     split = setup != WHOLE
     roles = ["prefill"] * PER_ROLE + ["decode"] * PER_ROLE if split else ["both"] * len(urls)
     children: list[Child] = []
     try:
-        for worker, role in zip(workers, roles, strict=True):
+        for worker, side_channel, role in zip(workers, side_channels, roles, strict=True):
             flags = ["--port", str(worker), "--role", role, "--speed", str(speed), "--record", "0"]
+            flags += ["--kv-port", str(side_channel)]
             command = [sys.executable, "-m", "extproc", "sim-worker", *flags, "--model", MODEL]
             children.append(await Child.start(f"worker {worker}", command, quiet=True))
         await asyncio.gather(*(_until_up(worker, "/health") for worker in workers))
@@ -200,8 +205,9 @@ async def _measure(
     served: list[Served] = []
     failures = 0
 
-    async def client(session: aiohttp.ClientSession) -> None:
+    async def client(session: aiohttp.ClientSession, after_s: float) -> None:
         nonlocal failures
+        await asyncio.sleep(after_s)
         for number in waiting:
             prompt = load.prompts[number % len(load.prompts)]
             output = load.outputs[number % len(load.outputs)]
@@ -219,7 +225,8 @@ async def _measure(
         # The first transfers shake hands; what is measured is the run after them.
         await asyncio.gather(*(_ask(session, port, [1] * 16, 2, speed) for _ in range(PER_ROLE)))
         busy, started = machine_busy_s(), time.monotonic()
-        await asyncio.gather(*(client(session) for _ in range(load.at_once)))
+        apart_s = load.ramp_s / speed / load.at_once
+        await asyncio.gather(*(client(session, n * apart_s) for n in range(load.at_once)))
         took_s = time.monotonic() - started
         busy = machine_busy_s() - busy
     return _sum_up(
