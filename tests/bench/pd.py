@@ -7,9 +7,11 @@ names its program (``pip install vllm-router==0.1.17`` into an environment of it
 
 Simulated time runs ``--speed`` times as fast as the clock, so that a small machine can keep up with
 sixteen workers; every figure is of simulated time. A run during which the machine was busy is marked.
+``--alone`` asks instead for one request at a time of workers that take no time: what is left is the router.
 
-    make bench-pd                      some twelve minutes
+    make bench-pd                      some ten minutes
     make bench-pd ARGS="--quick"       a look, in two
+    make bench-pd ARGS="--alone"       half a minute
     make bench-pd ARGS="--markdown"    for docs/performance.md
 """
 
@@ -47,6 +49,10 @@ BUSY_RATIO = 0.9
 ROUTER = os.environ.get("VLLM_ROUTER", "")
 WHOLE, SPLIT, PEER = "whole, round robin", "vllm-extproc", "vllm-router"
 LARGEST_TOKEN = 100_000
+
+ALONE_SPEED = 50.0
+ALONE_PROMPTS = (500, 4000, 16_000)
+ALONE_REQUESTS = 200
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,11 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; return the exit status."""
     parser = argparse.ArgumentParser(prog="bench-pd", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument("--alone", action="store_true", help="the router's own time")
     parser.add_argument("--speed", type=float, default=0.2, help="simulated time per time")
     parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     options = parser.parse_args(arguments)
     raise_file_limit()
+    if options.alone:
+        asyncio.run(_run_alone(markdown=options.markdown))
+        return 0
     results = asyncio.run(_run(_loads(quick=options.quick), options.speed))
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
@@ -141,6 +151,32 @@ async def _run(loads: list[Load], speed: float) -> list[Result]:
                             )
                         )
     return results
+
+
+async def _run_alone(*, markdown: bool) -> None:
+    """Ask for one request after the other; print the time to the first token, of the clock."""
+    rows = []
+    for setup in [WHOLE, SPLIT, *([PEER] if ROUTER else [])]:
+        rng = random.Random(setup)
+        row = [setup]
+        with tempfile.TemporaryDirectory(prefix="bench-pd-") as directory:
+            async with (
+                _serving(setup, ALONE_SPEED, Path(directory)) as port,
+                aiohttp.ClientSession() as session,
+            ):
+                for length in (16, *ALONE_PROMPTS):
+                    first = []
+                    for _ in range(ALONE_REQUESTS):
+                        tokens = [rng.randrange(LARGEST_TOKEN) for _ in range(length)]
+                        served = await _ask(session, port, tokens, 2, ALONE_SPEED)
+                        if served is None:
+                            raise SystemExit(f"{setup}: a request failed")
+                        first.append(served.first_s / ALONE_SPEED * 1e3)
+                    if length in ALONE_PROMPTS:  # the shortest ones make the connections
+                        row.append(f"{statistics.median(first):.1f} ms")
+        rows.append(row)
+    head = ("TTFT p50, one at a time", *(f"{length:,} tokens" for length in ALONE_PROMPTS))
+    _print_table(head, rows, "Workers that take no time", markdown=markdown)
 
 
 @contextlib.asynccontextmanager
@@ -288,13 +324,18 @@ def _print(results: list[Result], *, markdown: bool) -> None:
         *("failed", "machine busy"),
     )
     rows = [_row(result, results) for result in results]
+    title = "Simulated time; in brackets: against whole, round robin"
+    _print_table(head, rows, title, markdown=markdown)
+
+
+def _print_table(head: Sequence[str], rows: list[list[str]], title: str, *, markdown: bool) -> None:
     if markdown:
         print("| " + " | ".join(head) + " |")
         print("|" + "---|" * len(head))
         for row in rows:
             print("| " + " | ".join(row) + " |")
         return
-    table = Table(*head, title="Simulated time; in brackets: against whole, round robin")
+    table = Table(*head, title=title)
     for row in rows:
         table.add_row(*row)
     Console().print(table)
