@@ -102,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the bench; return the exit status."""
     parser = argparse.ArgumentParser(prog="bench-pd", description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument("--burst", action="store_true", help="all clients start at once")
     parser.add_argument("--alone", action="store_true", help="the router's own time")
     parser.add_argument("--speed", type=float, default=0.2, help="simulated time per time")
     parser.add_argument("--markdown", action="store_true", help="print a table for the docs")
@@ -111,7 +112,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.alone:
         asyncio.run(_run_alone(markdown=options.markdown))
         return 0
-    results = asyncio.run(_run(_loads(quick=options.quick), options.speed))
+    loads = _loads(quick=options.quick)
+    if options.burst:
+        loads = [dataclasses.replace(load, ramp_s=0.0) for load in loads]
+    results = asyncio.run(_run(loads, options.speed))
     if options.json:
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     _print(results, markdown=options.markdown)
