@@ -168,6 +168,14 @@ def _rank(engine: Engine, worker: Worker | None) -> int | None:
     return engine.spec.url.rank if worker is None else worker.rank
 
 
+def _reason(engine: Engine) -> str:
+    if engine.reason:
+        return engine.reason
+    if engine.kv_engine_ids_unread and not engine.kv_engine_ids:
+        return f"gets no prompts: its bootstrap server does not say the engine id: {engine.kv_engine_ids_unread}"
+    return SUSPENDED if engine.suspended else ""
+
+
 def _entry(engine: Engine, worker: Worker | None, pools: dict[int, str]) -> WorkerEntry:
     spec, state = engine.spec, engine.state
     rank = _rank(engine, worker)
@@ -180,7 +188,7 @@ def _entry(engine: Engine, worker: Worker | None, pools: dict[int, str]) -> Work
         worker_type=spec.worker_type,
         is_healthy=state is State.HEALTHY,
         state=state,
-        reason=engine.reason or (SUSPENDED if engine.suspended else ""),
+        reason=_reason(engine),
         since=_timestamp(engine.since),
         load=0 if worker is None else worker.in_flight,
         running=None if load is None else load.running,

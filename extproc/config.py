@@ -520,6 +520,10 @@ class Config(KubernetesOptions, frozen=True, kw_only=True, forbid_unknown_fields
         announced = self.discovery_address()
         if announced and not self.vllm_pd_disaggregation:
             raise ValueError("vllm_discovery_address: vllm_pd_disaggregation must be given too")
+        if self.pd_topology == "require" and not self.pd_topology_label:
+            raise ValueError(
+                "pd_topology: pd_topology_label must be given too, to say what must agree"
+            )
         keys = [spec.key for spec in specs] + [str(url) for url in self.workers()]
         for key in keys:
             if keys.count(key) > 1:

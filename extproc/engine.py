@@ -138,6 +138,9 @@ class Engine:
     kv_engine_ids: dict[int, str] = dataclasses.field(default_factory=dict)
     """What its Mooncake connector calls the engine, by rank; empty while that is not known."""
 
+    kv_engine_ids_unread: str = ""
+    """Why that is not known, or no longer; empty when it is, or nobody asks."""
+
     cluster: str = ""
     """The Envoy cluster through which it is reached; empty before it is in one."""
 

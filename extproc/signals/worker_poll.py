@@ -66,9 +66,6 @@ class _Followed:
     in_doubt: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     """Set when it is to be asked at once."""
 
-    ids_unread: str = ""
-    """Why its engine ids could not be read last time; empty when they could."""
-
     asked: bool = False
     """Whether it has said, or refused to say, what it serves."""
 
@@ -120,6 +117,7 @@ class WorkerPoll:
     async def _follow(self, engine: Engine) -> None:
         bounds = FIRST_PAUSE
         engine.kv_engine_ids = {}
+        engine.kv_engine_ids_unread = ""
         while True:
             followed = self._followed[engine]
             followed.address = engine.address
@@ -187,12 +185,11 @@ class WorkerPoll:
                 ids = engine.kv_engine_ids  # it may only be slow
         if self._has_moved(engine):
             return False
-        followed = self._followed[engine]
-        if reason and reason != followed.ids_unread:
+        if reason and reason != engine.kv_engine_ids_unread:
             log.warning(
                 "prefill worker does not say its engine id", worker=engine.key, reason=reason
             )
-        followed.ids_unread = reason
+        engine.kv_engine_ids_unread = reason
         if ids != engine.kv_engine_ids:
             engine.kv_engine_ids = ids
             log.info("engine ids of prefill worker", worker=engine.key, ids=len(ids))

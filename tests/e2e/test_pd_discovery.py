@@ -132,6 +132,9 @@ async def test_engine_ids_of_mooncake(start_router: StartRouter, start_sim: Star
     assert (prompts(prefill), prompts([mute]), prompts(decode)) == ([3, 3], [0], [6])
     (entry,) = router.logged("prefill worker does not say its engine id")
     assert entry["worker"] == mute.url
+    reasons = {url: one["reason"] for url, one in AdminApi(router).workers().items()}
+    assert reasons[mute.url].startswith("gets no prompts: its bootstrap server does not say")
+    assert not any(reasons[sim.url] for sim in (*prefill, *decode))
 
     kill_now(prefill[0])
     await chats(router, 4)

@@ -53,6 +53,12 @@ def test_discovery_address_needs_disaggregation():
         Config(vllm_discovery_address="127.0.0.1:1")
 
 
+def test_a_required_topology_needs_its_label():
+    """Without it nothing would be required."""
+    with pytest.raises(ValueError, match="pd_topology: pd_topology_label must be given too"):
+        Config(vllm_pd_disaggregation=True, pd_topology="require")
+
+
 async def test_workers_that_are_gone_are_no_longer_known_to_push(tmp_path):
     """One that comes to the same address later has another identity."""
     config = Config(
