@@ -327,7 +327,7 @@ class _KubernetesCollector(Collector):
         sync = self._sync
         yield GaugeMetricFamily(
             "vllm_extproc_kubernetes_up",
-            "1 while the Pods of every selector are followed, else 0.",
+            "1 while the Pods of every selector are listed and watched without lasting trouble, else 0.",
             value=not sync.failing,
         )
         yield GaugeMetricFamily(

@@ -4,25 +4,34 @@ The official client knows how to reach the server and as whom, in the cluster an
 used: to make them of two thousand Pods would stop every request for seconds. Answers are decoded here into
 the few fields that are needed.
 
-A server that is away, or does not let the router in any more, takes no worker away. Only a router that knows
-no Pod and is denied at the very start ends, since it would wait in vain for someone to notice.
+A server that is away, or does not let the router in any more, takes no worker away, and neither does anything
+unforeseen. Only a router that knows no Pod and is denied with the very first answers ends, since it would wait
+in vain for someone to notice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
+import structlog
 
 from extproc.discovery.dns import Reasons
+from extproc.discovery.kubernetes_failures import (
+    FORESEEN,
+    Result,
+    SlowCredentialsError,
+    explain,
+    is_hopeless,
+    result_of,
+)
 from extproc.discovery.pod_watch import (
-    DENIED,
-    GONE,
     Follower,
     Lines,
     List,
@@ -45,10 +54,18 @@ from extproc.kubernetes_options import KubernetesOptions
 if TYPE_CHECKING:
     from kubernetes.aio.client import ApiClient
 
+log = structlog.get_logger(__name__)
+
 PAGE_PODS = 500
 """As the client of Kubernetes in Go: some 5 MB, which are read in 3 ms."""
 CONNECT_S = 5.0
 ANSWER_S = 30.0
+CREDENTIALS_S = 30.0
+"""For reading how to reach the server and as whom. A kubeconfig may name a program to run."""
+
+REFUSAL_BYTES = 64 * 1024
+"""Of a refusal, at most; a proxy may send anything."""
+
 STALL_S = 5.0
 """How long after its time a watch that the server has not ended counts as stalled."""
 
@@ -59,6 +76,11 @@ PODS_AT_ONCE = 50
 """Pods that are looked at before others have their turn: about two milliseconds."""
 
 NODE_RETRY_S = 5.0
+NODE_DENIED_RETRY_S = 300.0
+"""As long as nobody gives the right there is nothing to gain."""
+
+ZONELESS_S = 3600.0
+"""How long a node that has no zone is not asked again."""
 
 Report = Callable[[str, str], None]
 """Takes what it is about and the reason; an empty one: all is well again."""
@@ -79,18 +101,35 @@ class _Api:
         namespace = options.service_discovery_namespace
         self._pods_path = f"/api/v1/namespaces/{namespace}/pods" if namespace else "/api/v1/pods"
         self._client: ApiClient | None = None
+        self._connecting: asyncio.Future[ApiClient] | None = None
 
     async def connect(self) -> ApiClient:
         """Read how to reach the server. ``ConfigError`` says what is wrong."""
         if self._client is None:
-            self._client = await _make_client(self._kubeconfig)
+            # A program that a kubeconfig names cannot be ended from here: when it hangs, it is waited for again
+            # rather than begun once more.
+            if self._connecting is None:
+                self._connecting = asyncio.ensure_future(_connect(self._kubeconfig))
+            done, _ = await asyncio.wait({self._connecting}, timeout=CREDENTIALS_S)
+            if not done:
+                raise SlowCredentialsError(
+                    f"--kubeconfig: {self._kubeconfig} was not read in time; its exec plugin may hang"
+                )
+            connected, self._connecting = self._connecting, None
+            self._client = connected.result()
         return self._client
 
-    async def close(self) -> None:
+    async def renew(self) -> None:
         """Close the connections; the next request reads anew how to reach the server, and as whom."""
         client, self._client = self._client, None
         if client is not None:
             await client.close()
+
+    async def close(self) -> None:
+        """Close the connections for good."""
+        if self._connecting is not None:
+            self._connecting.cancel()
+        await self.renew()
 
     async def list_page(self, selector: str, token: str) -> bytes:
         """Return a page of Pods."""
@@ -100,7 +139,7 @@ class _Api:
         response = await self._get(self._pods_path, query, ANSWER_S)
         return await response.read()
 
-    async def watch(self, selector: str, action: Watch) -> AsyncIterator[list[bytes]]:
+    async def watch(self, selector: str, action: Watch) -> AsyncGenerator[list[bytes], None]:
         """Yield lines as they come, until the server ends the watch."""
         query = {
             "labelSelector": selector,
@@ -139,20 +178,56 @@ class _Api:
         client = await self.connect()
         # In the cluster the network is faster than taking the answer apart.
         headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
-        method, url, headers, _, _ = await client.param_serialize(
-            method="GET",
-            resource_path=path,
-            query_params=list(query.items()),
-            header_params=headers,
-            auth_settings=["BearerToken"],
-        )
+        try:
+            method, url, headers, _, _ = await client.param_serialize(
+                method="GET",
+                resource_path=path,
+                query_params=list(query.items()),
+                header_params=headers,
+                auth_settings=["BearerToken"],
+            )
+        except Exception as error:  # of the file with the token
+            # Not the text of a kubeconfig: it may show a secret.
+            why = type(error).__name__ if self._kubeconfig else error
+            raise ConfigError(f"--service-discovery: the token cannot be read: {why}") from error
+        if token := headers.get("authorization"):
+            headers["authorization"] = " ".join(token.split())  # most files end with a newline
         timeout = aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S)
         answer = await client.rest_client.request(method, url, headers, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answer.response
         if response.status != 200:
+            body = b""
+            async for chunk in response.content.iter_any():
+                body += chunk
+                if len(body) > REFUSAL_BYTES:
+                    break
+            response.release()
             retry_after = response.headers.get("Retry-After", "")
-            raise parse_refusal(response.status, await response.read(), retry_after)
+            raise parse_refusal(response.status, body, retry_after)
         return response
+
+
+async def _connect(kubeconfig: str) -> ApiClient:
+    client = await _make_client(kubeconfig)
+    found = client.configuration
+    # The client goes on as nobody when a plugin fails.
+    if kubeconfig and not found.api_key and not found.cert_file and _names_plugin(kubeconfig):
+        await client.close()
+        raise ConfigError(
+            f"--kubeconfig: {kubeconfig}: the exec plugin of its user failed, or gave neither token nor"
+            " certificate; run it by hand to see why"
+        )
+    return client
+
+
+def _names_plugin(kubeconfig: str) -> bool:
+    """Tell whether the user of a kubeconfig that was read gets credentials from a program."""
+    from kubernetes.aio.config.kube_config import KubeConfigMerger  # noqa: PLC0415  as below
+
+    found = KubeConfigMerger(kubeconfig).config
+    context = found["contexts"].get_with_name(found["current-context"])["context"]
+    user = found["users"].get_with_name(context.safe_get("user"), safe=True)
+    return bool(user) and "exec" in user["user"]
 
 
 async def _make_client(kubeconfig: str) -> ApiClient:
@@ -208,6 +283,8 @@ class _Source:
         self.changed = asyncio.Event()
         self._nodes_wanted = asyncio.Event()
         self._complaints: set[tuple[str, str]] = set()
+        self._unforeseen: set[type[Exception]] = set()
+        self._zoneless_until = 0.0
         sync.failing = set(self._unlisted)
         sync.states = lambda: self.pods.states
 
@@ -219,7 +296,7 @@ class _Source:
     async def follow(self, index: int) -> None:
         """List and watch the Pods of one selector for ever. ``ConfigError`` when that is hopeless."""
         loop = asyncio.get_running_loop()
-        role, selector = self._selectors[index]
+        role, _ = self._selectors[index]
         follower = Follower(
             list_interval_s=self._options.service_discovery_list_interval_secs,
             watch_timeout_s=self._options.service_discovery_watch_timeout_secs,
@@ -227,9 +304,6 @@ class _Source:
         )
         reasons = Reasons(functools.partial(self._report, _option(role)))
         api = _Api(self._options)
-        may_end = self._may_end
-        if may_end:
-            await api.connect()
         try:
             while True:
                 action = follower.next(loop.time())
@@ -237,37 +311,35 @@ class _Source:
                     await asyncio.sleep(action.seconds)
                     continue
                 verb = "list" if isinstance(action, List) else "watch"
-                result = "ok"
+                result: Result = "ok"
                 try:
                     if isinstance(action, List):
                         await self._list(index, api, follower, action)
                     else:
-                        async for lines in api.watch(selector, action):
-                            may_end = False
-                            follower.on_begun(loop.time())
-                            await self._take(index, follower, lines)
-                            self._note(index, follower, reasons)
-                        follower.on_end(loop.time())
-                except (
-                    *(RefusedError, UnreadableError, ConfigError),
-                    *(aiohttp.ClientError, OSError, TimeoutError),
-                ) as error:
+                        await self._watch(index, api, follower, action, reasons)
+                except Exception as error:  # whatever it is, the workers stay
+                    result = result_of(error, verb)
+                    reason = explain(error, verb, self._options)
+                    if self._may_end and follower.starting:
+                        if isinstance(error, ConfigError):
+                            raise
+                        if result == "denied":
+                            raise ConfigError(f"--service-discovery: {reason}") from error
+                    self._log_unforeseen(error)
                     follower.on_failure(error, loop.time())
-                    result = _result(error, verb)
-                    reason = _explain(error, verb, self._options)
-                    if result == "denied" and may_end:
-                        raise ConfigError(f"--service-discovery: {reason}") from error
-                    if result != "gone":
+                    if follower.failing:
                         reasons.tell(reason)
-                    if result in (
-                        "denied",
-                        "failed",
-                    ):  # another token may be there by now, or another CA
-                        await api.close()
+                    if result in ("denied", "failed"):
+                        await api.renew()  # another token may be there by now, or another CA
                 self._sync.requests[verb, result] += 1
                 self._note(index, follower, reasons)
         finally:
             await api.close()
+
+    def _log_unforeseen(self, error: Exception) -> None:
+        if not isinstance(error, FORESEEN) and type(error) not in self._unforeseen:
+            self._unforeseen.add(type(error))
+            log.error("kubernetes discovery failed; it is tried again", exc_info=error)
 
     async def _list(self, index: int, api: _Api, follower: Follower, action: List) -> None:
         body = await api.list_page(self._selectors[index][1], action.token)
@@ -277,22 +349,41 @@ class _Source:
             self.pods.on_happening(index, Put(pod))
             if number % PODS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-        happening = follower.on_page(page, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        happening = follower.on_page(page, now)
+        self._sync.in_touch_at = self._clock()
         if happening is not None:
             self.pods.on_happening(index, happening)
-            self.pods.forget_zones()
+            self._forget_zones(now)
             self._unlisted.discard(index)
-            self._tell()
+        self._tell()
+
+    def _forget_zones(self, now: float) -> None:
+        missing = now >= self._zoneless_until
+        if missing:
+            self._zoneless_until = now + ZONELESS_S
+        self.pods.forget_zones(missing=missing)
+
+    async def _watch(
+        self, index: int, api: _Api, follower: Follower, action: Watch, reasons: Reasons
+    ) -> None:
+        _, selector = self._selectors[index]
+        async with contextlib.aclosing(api.watch(selector, action)) as stream:
+            async for lines in stream:
+                follower.on_begun()
+                await self._take(index, follower, lines)
+                self._note(index, follower, reasons)
+        follower.on_end(asyncio.get_running_loop().time())
 
     async def _take(self, index: int, follower: Follower, lines: list[bytes]) -> None:
-        now = asyncio.get_running_loop().time()
         for number, line in enumerate(lines, 1):
-            happening = follower.on_line(line, now)
+            happening = follower.on_line(line)
             if happening is not None:
                 self.pods.on_happening(index, happening)
                 self._tell()
             if number % PODS_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        self._sync.in_touch_at = self._clock()
 
     def _tell(self) -> None:
         self.changed.set()
@@ -309,7 +400,6 @@ class _Source:
             failing.add(index)
             return
         failing.discard(index)
-        self._sync.in_touch_at = self._clock()
         reasons.tell()
 
     async def read_zones(self) -> None:
@@ -320,41 +410,38 @@ class _Source:
             while True:
                 await self._nodes_wanted.wait()
                 self._nodes_wanted.clear()
-                if not await self._read_zones(api, reasons):
-                    await api.close()
-                    await asyncio.sleep(NODE_RETRY_S)
+                if pause_s := await self._read_zones(api, reasons):
+                    await api.renew()
+                    await asyncio.sleep(pause_s)
                     self._nodes_wanted.set()
         finally:
             await api.close()
 
-    async def _read_zones(self, api: _Api, reasons: Reasons) -> bool:
-        """Ask for the zones that are not known; tell whether that need not be tried again soon."""
+    async def _read_zones(self, api: _Api, reasons: Reasons) -> float:
+        """Ask for the zones that are not known; return after how many seconds to try again, 0: not soon."""
+        trouble = ""
         for node in sorted(self.pods.nodes_without_zone):
             try:
                 zone = await api.zone_of(node)
-            except RefusedError as error:
-                self._sync.requests["get", _result(error, "get")] += 1
-                if error.code in DENIED:
+            except Exception as error:  # noqa: BLE001  whatever it is, the workers stay
+                self._log_unforeseen(error)
+                result = result_of(error, "get")
+                self._sync.requests["get", result] += 1
+                if result == "denied":
                     reasons.tell(str(error))
-                    # As long as nobody gives the right there is nothing to gain.
-                    for unknown in self.pods.nodes_without_zone:
-                        self.pods.on_zone(unknown, "")
-                    return True
-                return False
-            except (
-                UnreadableError,
-                ConfigError,
-                aiohttp.ClientError,
-                OSError,
-                TimeoutError,
-            ) as error:
-                self._sync.requests["get", _result(error, "get")] += 1
-                return False
+                    return NODE_DENIED_RETRY_S
+                trouble = trouble or f"node {node!r}: {str(error) or type(error).__name__}"
+                if not isinstance(error, (RefusedError, UnreadableError)):
+                    break  # it is not about this node
+                continue
             self._sync.requests["get", "ok"] += 1
             self.pods.on_zone(node, zone)
             self.changed.set()
-            reasons.tell()
-        return True
+        if trouble:
+            reasons.tell(trouble)
+            return NODE_RETRY_S
+        reasons.tell()
+        return 0.0
 
 
 async def watch(
@@ -414,46 +501,16 @@ async def look_once(options: KubernetesOptions) -> Mapping[PodState, int]:
                 if not token:
                     break
             pods.on_happening(index, Replace(tuple(found)))
-    except RefusedError as error:
-        raise ConfigError(f"--service-discovery: {_explain(error, 'list', options)}") from error
-    except (UnreadableError, aiohttp.ClientError, OSError) as error:
-        raise OSError(_explain(error, "list", options)) from error
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = explain(error, "list", options)
+        if is_hopeless(error):
+            raise ConfigError(f"--service-discovery: {reason}") from error
+        raise OSError(reason) from error
     finally:
         await api.close()
     return pods.states
-
-
-def _explain(error: Exception, verb: str, options: KubernetesOptions) -> str:
-    """Say what was tried in vain, and why."""
-    namespace = options.service_discovery_namespace
-    where = f"namespace {namespace!r}" if namespace else "all namespaces"
-    what = f"{verb} pods in {where}"
-    match error:
-        case RefusedError(code=401):
-            return f"cannot {what}: the API server does not know who this router is: {error}"
-        case RefusedError(code=403):
-            return (
-                f"not allowed to {what}: {error}; the router needs a role with the verbs list and watch on"
-                " pods there"
-            )
-        case TimeoutError() if verb == "watch":
-            return f"cannot {what}: the connection has stalled"
-        case TimeoutError():
-            return f"cannot {what}: the API server did not answer in time"
-        case _:
-            return f"cannot {what}: {str(error) or type(error).__name__}"
-
-
-def _result(error: Exception, verb: str) -> str:
-    match error:
-        case RefusedError(code=code) if code in DENIED:
-            return "denied"
-        case RefusedError(code=code) if code == GONE:
-            return "gone"
-        case TimeoutError() if verb == "watch":
-            return "stalled"
-        case _:
-            return "failed"
 
 
 def _option(role: WorkerType) -> str:

@@ -2,9 +2,12 @@
 
 ``Follower`` is one label selector. It lists the Pods page by page, then watches from the version of the
 list on: a watch tells every change since then, in order, and nothing twice but for harmless repetitions.
-A watch that ends is taken up where it ended. When the server no longer knows that version (410 Gone), when
-a stream makes no sense, and every so often just in case, the Pods are listed anew, and the list replaces all
-that was known. Until a list is complete, and while the server is away, what was known stays.
+A watch that ends or fails is taken up where it ended. When the server no longer knows that version (410 Gone),
+when a stream makes no sense, and every so often just in case, the Pods are listed anew, and the list replaces
+all that was known. Until a list is complete, and while the server is away, what was known stays.
+
+It is the watch that tells of changes: only one that works ends the pauses after failures, not a list in
+between. And a list that is merely due does not end a watch that works: when it fails, it is put off.
 
 ``PodWorkers`` puts together the Pods of all selectors and says what changed about the workers.
 
@@ -36,13 +39,16 @@ LIST_INTERVAL_JITTER = 0.1
 MAX_LINE_BYTES = 8 * 2**20
 """An object of Kubernetes has 1.5 MiB at most, as etcd takes it; JSON is longer."""
 
-LIST_AGAIN_AFTER = 3
-"""Failures in a row until the Pods are listed anew rather than watched on."""
+TELL_AFTER = 3
+"""Failures in a row until somebody should know: one or two are usual where a server or a load balancer is
+renewed."""
+
+SLOW_FAILURE_S = 3.0
+"""A failure that took so long is told at once."""
 
 GONE = 410
 DENIED = (401, 403)
-OVERLOADED = (429, 500, 502, 503)
-"""What a server says that has troubles of its own; the version is as good as before."""
+TOO_MANY = 429
 
 
 class ListMeta(msgspec.Struct, rename={"resource_version": "resourceVersion", "token": "continue"}):
@@ -158,35 +164,51 @@ class Follower:
         self._version = ""
         """Where the watch goes on; empty: the Pods must be listed."""
 
+        self._asked_at = 0.0
+        self._listing = True
+        """Whether it was a list that was asked for last."""
+
         self._list_due = 0.0
+        self._lists_failed = 0
+        """In a row, of those that were merely due."""
+
         self._not_before = 0.0
         self._failures = 0
+        """In a row, until a watch works."""
+
+        self._begun = False
+        """Whether the server has taken up the watch."""
+
+        self._doubtful = False
+        """Whether a watch failed though it was taken up: that the next one is taken up proves nothing."""
+
         self._gone = False
         """Whether the last list was asked for since the version was gone."""
 
-        self._watch_began = 0.0
-        self.failing = False
-        """Whether the last that was tried went wrong."""
+        self._watch_failing = False
+        self._list_failing = False
+        self.starting = True
+        """Whether neither a watch was ever taken up nor anything failed."""
 
-        self.listed = False
-        """Whether there was a complete list."""
-
-        self.in_touch_at: float | None = None
-        """When the server last said something that was understood; None: never."""
+    @property
+    def failing(self) -> bool:
+        """Whether somebody should know that it goes wrong."""
+        return self._watch_failing or self._list_failing
 
     def next(self, now: float) -> Action:
         """Return what to do now."""
         if now < self._not_before:
             return Wait(self._not_before - now)
-        if not self._version or now >= self._list_due:
+        self._asked_at = now
+        self._begun = False
+        self._listing = not self._version or now >= self._list_due
+        if self._listing:
             return List(self._token)
-        self._watch_began = now
         left = self._list_due - now
         return Watch(self._version, max(1, min(self._watch_timeout_s, round(left))))
 
     def on_page(self, page: Page, now: float) -> Replace | None:
         """Take in a page; return all Pods when it was the last."""
-        self._succeed(now)
         self._pages += page.items or ()
         self._token = page.metadata.token or ""
         if self._token:
@@ -195,15 +217,18 @@ class Follower:
         self._version = page.metadata.resource_version
         sooner = self._rng.random() * LIST_INTERVAL_JITTER
         self._list_due = now + self._list_interval_s * (1 - sooner)
-        self.listed = True
+        self._lists_failed = 0
+        self._list_failing = False
         return Replace(pods)
 
-    def on_begun(self, now: float) -> None:
-        """Learn that the server has taken up the watch. Only what it says then ends the back-off."""
-        self.failing = False
-        self.in_touch_at = now
+    def on_begun(self) -> None:
+        """Learn that the server has taken up the watch."""
+        self._begun = True
+        self.starting = False
+        if not self._doubtful:
+            self._on_watched()
 
-    def on_line(self, line: bytes, now: float) -> Put | Drop | None:
+    def on_line(self, line: bytes) -> Put | Drop | None:
         """Take in a line of the watch.
 
         ``RefusedError`` and ``UnreadableError``, which ``on_failure`` wants to hear of, when it ends there.
@@ -218,56 +243,88 @@ class Follower:
             raise UnreadableError(f"a watch says what makes no sense: {error}") from error
         if not pod.metadata.resource_version:
             raise UnreadableError("a watch tells of an object without a version")
-        self._succeed(now)
-        self._gone = False
+        if event.type != "BOOKMARK":
+            _with_uid(pod)
         self._version = pod.metadata.resource_version
+        self._on_proof()
         if event.type in ("ADDED", "MODIFIED"):
-            return Put(_with_uid(pod))
-        return Drop(_with_uid(pod)) if event.type == "DELETED" else None  # a bookmark
+            return Put(pod)
+        return Drop(pod) if event.type == "DELETED" else None
 
     def on_end(self, now: float) -> None:
-        """Learn that the server has ended the watch."""
-        if now - self._watch_began >= SHORT_WATCH_S:
-            self._succeed(now)
-        else:
-            self._fail(now, 0.0)
+        """Learn that the server has ended the watch.
+
+        ``ConnectionError``, which ``on_failure`` wants to hear of, when that was too soon.
+        """
+        if now - self._asked_at < SHORT_WATCH_S:
+            raise ConnectionError("the server ends a watch as soon as it has begun")
+        self._on_proof()
 
     def on_failure(self, error: Exception, now: float) -> None:
         """Learn why a list or a watch did not work."""
-        if isinstance(error, RefusedError) and error.code == GONE:
-            # Once at once: it is how the server says that it is time for a list.
+        self.starting = False
+        if self._listing and self._version:
+            self._put_off(error, now)
+            return
+        took_s = now - self._asked_at
+        if self._begun:
+            if took_s >= SHORT_WATCH_S and _is_of_connection(error):
+                self._on_proof()  # it has worked until then
+                took_s = 0.0
+            self._doubtful = True
+        if _breaks_off(error):
             self._start_over()
-            if not self._gone:
-                self._gone = True
-                return
-        elif _breaks_off(error):
-            self._start_over()
-        self._fail(now, error.retry_after_s if isinstance(error, RefusedError) else 0.0)
+        if isinstance(error, RefusedError) and error.code == GONE and not self._gone:
+            self._gone = True  # once at once: it is how the server says that it is time for a list
+            return
+        self._not_before = now + self._pause(FIRST_BACKOFF_S, self._failures, MAX_BACKOFF_S, error)
+        self._failures += 1
+        if self._failures >= TELL_AFTER or took_s >= SLOW_FAILURE_S or _is_denial(error):
+            self._watch_failing = True
+
+    def _put_off(self, error: Exception, now: float) -> None:
+        """Watch on for a while: it tells the same as the list that failed."""
+        self._pages, self._token = [], ""
+        pause = self._pause(MAX_BACKOFF_S, self._lists_failed, self._list_interval_s, error)
+        self._list_due = now + pause
+        self._lists_failed += 1
+        if self._lists_failed >= TELL_AFTER or _is_denial(error):
+            self._list_failing = True
 
     def _start_over(self) -> None:
         self._version = self._token = ""
         self._pages = []
 
-    def _succeed(self, now: float) -> None:
+    def _on_watched(self) -> None:
         self._failures = 0
-        self.failing = False
-        self.in_touch_at = now
+        self._watch_failing = False
 
-    def _fail(self, now: float, wait_s: float) -> None:
-        longest = FIRST_BACKOFF_S * BACKOFF_FACTOR ** min(self._failures, 30)
-        self._failures += 1
-        self.failing = True
-        if self._failures >= LIST_AGAIN_AFTER:
-            self._start_over()
+    def _on_proof(self) -> None:
+        """Learn that the watch has said something, or has lasted."""
+        self._on_watched()
+        self._doubtful = self._gone = False
+
+    def _pause(self, first: float, failures: int, longest: float, error: Exception) -> float:
+        """Return how long to wait, in seconds: the longer, the more *failures* there were before."""
+        pause = min(first * BACKOFF_FACTOR ** min(failures, 30), longest)
         # Half of it drawn: many routers must not come back in the same moment.
-        drawn = min(longest, MAX_BACKOFF_S) * (0.5 + self._rng.random() / 2)
-        self._not_before = now + max(drawn, min(wait_s, MAX_BACKOFF_S))
+        pause *= 0.5 + self._rng.random() / 2
+        asked = error.retry_after_s if isinstance(error, RefusedError) else 0.0
+        return max(pause, min(asked, longest))
+
+
+def _is_denial(error: Exception) -> bool:
+    return isinstance(error, RefusedError) and error.code in DENIED
+
+
+def _is_of_connection(error: Exception) -> bool:
+    return not isinstance(error, (RefusedError, UnreadableError, TimeoutError))
 
 
 def _breaks_off(error: Exception) -> bool:
-    """Tell whether the version is worth nothing after *error*."""
+    """Tell whether the version may be what is wrong. It is not when the server has troubles of its own."""
     if isinstance(error, RefusedError):
-        return error.code not in (*DENIED, *OVERLOADED)
+        return error.code not in (*DENIED, TOO_MANY) and error.code < 500
     return isinstance(error, UnreadableError)
 
 
@@ -394,10 +451,11 @@ class PodWorkers:
             if name == node:
                 self._read(uid)
 
-    def forget_zones(self) -> None:
-        """Let the nodes be asked again of which no Pod is left, or which have no zone."""
+    def forget_zones(self, *, missing: bool) -> None:
+        """Forget the nodes of which no Pod is left; with *missing* let those be asked again that have no zone."""
         nodes = set(self._node_of.values())
-        self._zones = {n: zone for n, zone in self._zones.items() if zone and n in nodes}
+        kept = {n: zone for n, zone in self._zones.items() if n in nodes}
+        self._zones = {n: zone for n, zone in kept.items() if zone or not missing}
 
     @property
     def nodes_without_zone(self) -> Collection[str]:

@@ -327,7 +327,7 @@ def test_the_first_selector_decides_on_the_role_and_the_newest_word_on_the_rest(
 
 
 def test_zones_come_from_nodes_when_pods_name_none():
-    """A node is asked for once; one that nobody needs, or without a zone, is forgotten at a list."""
+    """A node is asked for once; one without a zone again when it is time for that."""
     workers = PodWorkers([REGULAR], DEFAULTS)
     zoned = pod("z", "10.0.0.9", node="n2", labels={"topology.kubernetes.io/zone": "c"})
     workers.on_happening(0, Replace((pod(node="n1"), zoned)))
@@ -340,7 +340,9 @@ def test_zones_come_from_nodes_when_pods_name_none():
     assert dict(update.worker.labels)["zone"] == "a"
     assert set(workers.nodes_without_zone) == set()
     workers.on_zone("n1", "")
-    workers.forget_zones()
+    workers.forget_zones(missing=False)
+    assert set(workers.nodes_without_zone) == set()
+    workers.forget_zones(missing=True)
     assert set(workers.nodes_without_zone) == {"n1"}
 
 
@@ -385,7 +387,6 @@ def test_a_list_comes_in_pages_and_counts_when_it_is_complete():
     assert one.next(0) == List("")
     assert one.on_page(page(pod("a"), more="t"), 0) is None
     assert one.next(0) == List("t")
-    assert one.listed is False
     replace = one.on_page(page(pod("b"), version="12"), 0)
     assert replace is not None
     assert [p.metadata.name for p in replace.pods] == ["a", "b"]
@@ -396,8 +397,8 @@ def test_a_watch_is_taken_up_where_it_ended():
     """Events and bookmarks move the version on."""
     one = watching()
 
-    put = one.on_line(line("ADDED", described(version=20)), 1)
-    bookmark = one.on_line(line("BOOKMARK", {"metadata": {"resourceVersion": "25"}}), 2)
+    put = one.on_line(line("ADDED", described(version=20)))
+    bookmark = one.on_line(line("BOOKMARK", {"metadata": {"resourceVersion": "25"}}))
     one.on_end(30)
 
     assert isinstance(put, Put)
@@ -423,7 +424,7 @@ def test_a_version_that_is_gone_leads_to_a_list_at_once():
     gone = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
 
     with pytest.raises(RefusedError) as refused:
-        one.on_line(line("ERROR", gone), 1)
+        one.on_line(line("ERROR", gone))
     one.on_failure(refused.value, 1)
     assert one.next(1) == List("")
     one.on_page(page(version="50"), 1)
@@ -445,8 +446,8 @@ def test_a_page_that_has_expired_leads_to_a_new_list():
     assert [p.metadata.name for p in replace.pods] == ["b"]
 
 
-def test_failures_are_waited_out_ever_longer_and_end_with_a_list():
-    """A server that comes back may have other data."""
+def test_failures_are_waited_out_ever_longer():
+    """The version stays as good as it was, and a watch that is taken up ends the trouble."""
     one = watching()
     now, waits = 0.0, []
     for _ in range(12):
@@ -458,8 +459,10 @@ def test_failures_are_waited_out_ever_longer_and_end_with_a_list():
     assert one.failing is True
     assert waits[0] <= FIRST_BACKOFF_S
     assert MAX_BACKOFF_S / 2 <= waits[-1] <= MAX_BACKOFF_S
-    assert one.next(now) == List("")
-    one.on_page(page(), now)
+    watch = one.next(now)
+    assert isinstance(watch, Watch)
+    assert watch.version == "10"
+    one.on_begun()
     assert one.failing is False
 
 
@@ -470,7 +473,8 @@ def test_failures_are_waited_out_ever_longer_and_end_with_a_list():
         (TimeoutError(), "watch"),
         (RefusedError(429, ""), "watch"),
         (RefusedError(403, ""), "watch"),
-        (RefusedError(504, "too large resource version"), "list"),
+        (RefusedError(504, "too large resource version"), "watch"),
+        (RefusedError(400, "bad"), "list"),
         (UnreadableError(""), "list"),
     ],
 )
@@ -493,27 +497,38 @@ def test_retry_after_is_heeded_within_bounds():
 
 
 def test_a_watch_that_is_taken_up_is_well_though_nothing_happens():
-    """A quiet fleet must not look like a failure; the pauses grow all the same if it ends at once."""
+    """A quiet fleet must not look like a failure."""
     one = watching()
-    waits = []
-    for n in range(8):
-        one.on_failure(OSError(), 100.0 * n)
-        action = one.next(100.0 * n)
-        assert isinstance(action, Wait)
-        waits.append(action.seconds)
-        one.on_begun(100.0 * n + 50)
-        assert one.failing is False
+    for now in range(4):
+        one.on_failure(OSError(), now)
+        one.next(now + MAX_BACKOFF_S)
+    assert one.failing is True
+    one.on_begun()
 
-    assert waits[-1] > 2.0
+    assert one.failing is False
 
 
 def test_a_watch_that_ends_at_once_is_not_begun_again_at_once():
-    """It would be a loop without end."""
+    """It would be a loop without end; being taken up proves nothing any more, until one lasts."""
     one = watching()
-    one.on_end(0.01)
+    now, waits = 0.0, []
+    for _ in range(8):
+        one.on_begun()
+        with pytest.raises(ConnectionError) as too_soon:
+            one.on_end(now + 0.01)
+        one.on_failure(too_soon.value, now + 0.01)
+        action = one.next(now + 0.01)
+        assert isinstance(action, Wait)
+        waits.append(action.seconds)
+        now += 0.01 + action.seconds + 1e-6
+        assert isinstance(one.next(now), Watch)
 
+    assert waits[-1] > 2.0
     assert one.failing is True
-    assert isinstance(one.next(0.01), Wait)
+    one.on_begun()
+    assert one.failing is True
+    one.on_end(now + 30)
+    assert one.failing is False
 
 
 @pytest.mark.parametrize(
@@ -535,7 +550,7 @@ def test_a_watch_that_ends_at_once_is_not_begun_again_at_once():
 def test_lines_that_make_no_sense_are_told(text):
     """Never another error, since that would end the router."""
     with pytest.raises(UnreadableError):
-        watching().on_line(text, 0)
+        watching().on_line(text)
 
 
 @pytest.mark.parametrize(

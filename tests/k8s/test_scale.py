@@ -162,7 +162,6 @@ async def test_a_version_that_is_gone_is_said_by_the_stream(
     server: ApiServer, namespace: str, tmp_path: Path, monkeypatch
 ) -> None:
     """410 Gone, as a server says it that has been started anew: the list tells what was missed."""
-    monkeypatch.setattr(pod_watch, "LIST_AGAIN_AFTER", 1_000_000)
     monkeypatch.setattr(pod_watch, "MAX_BACKOFF_S", 0.5)
     pods = [server.add_pod(namespace, f"p{n}", address(n)) for n in range(2)]
     with Proxy(server.port) as proxy:
