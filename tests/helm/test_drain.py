@@ -43,8 +43,8 @@ class Pod:
         )
         self.directory = Path(tempfile.mkdtemp(prefix="pod-"))  # short: sockets live in it
         self._logs = logs
-        self._config = self.directory / "config.yaml"
-        self._config.write_text(self._here(yaml.safe_dump(service_config(objects))))
+        self.config = self.directory / "config.yaml"
+        self.config.write_text(self._here(yaml.safe_dump(service_config(objects))))
         (self.directory / "envoy.yaml").write_text(
             self._here(one(objects, "ConfigMap")["data"]["envoy.yaml"])
         )
@@ -55,7 +55,7 @@ class Pod:
         """Return *text* with the paths and the programs of this machine instead of those of the Pod."""
         places = {
             "/var/run/vllm-extproc": str(self.directory),
-            "/etc/vllm-extproc/config/config.yaml": str(self._config),
+            "/etc/vllm-extproc/config/config.yaml": str(self.config),
             "/etc/envoy/envoy.yaml": str(self.directory / "envoy.yaml"),
             "exec vllm-extproc": f"exec {sys.executable} -m extproc",
         }
@@ -116,8 +116,23 @@ def pod(helm: Helm, worker: RawWorker, tmp_path: Path) -> Iterator[Pod]:
         pod.end()
 
 
-async def test_stream_under_way_finishes_before_the_pod_ends(pod: Pod, worker: RawWorker):
+NEXT_CONFIGS = {
+    "the same": None,
+    "an option that this version does not know": "option_of_the_next_version: 1\n",
+    "that of another mode": "grpc_address: 0.0.0.0:9002\n",
+    "one that is complete with the new Pod's flags only": "selector: [app=vllm]\n",
+    "no YAML": "{\n",
+}
+"""What the ConfigMap holds when a Pod ends: in a rolling update it is that of the next Pods already."""
+
+
+@pytest.mark.parametrize("config", NEXT_CONFIGS)
+async def test_stream_under_way_finishes_before_the_pod_ends(
+    pod: Pod, worker: RawWorker, config: str
+):
     """`/readiness` fails first, then the listener is closed, and both hooks wait for the stream."""
+    if NEXT_CONFIGS[config] is not None:
+        pod.config.write_text(NEXT_CONFIGS[config])
     go_on = Signal()
 
     async def answer(_request: Received, stream: Stream) -> None:
