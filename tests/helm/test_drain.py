@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -82,6 +85,9 @@ class Pod:
         pid = self.programs["extproc"].pid
         command[-1] = command[-1].replace("--service-pid 1 ", f"--service-pid {pid} ")
         return Program(f"hook-{name}", command, self._logs)
+
+    def container(self, name: str) -> dict[str, Any]:
+        return self._containers[name]
 
     def files(self) -> set[str]:
         names = ("envoy-stops", "service-stops", "drained")
@@ -169,3 +175,18 @@ async def test_container_that_is_restarted_alone_leaves_the_other_one_serving(po
     assert await asyncio.to_thread(hook.wait, END_S) == 0
     assert pod.files() == set()
     assert pod.readiness() == 200
+
+
+async def test_service_that_hangs_leaves_the_pod_ready(pod: Pod):
+    """Envoy balances by itself then, and says so before the kubelet gives up; a fault of all Pods empties no Service."""
+    probe_s = pod.container("envoy")["readinessProbe"]["timeoutSeconds"]
+    pod.programs["extproc"].send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            started = time.monotonic()
+            status = await asyncio.to_thread(pod.readiness)
+
+            assert status == 200
+            assert time.monotonic() - started < probe_s - 1
+    finally:
+        pod.programs["extproc"].send_signal(signal.SIGCONT)
