@@ -35,6 +35,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 
 ADMIN: web.AppKey[Admin] = web.AppKey("admin", Admin)
 REGISTRY: web.AppKey[CollectorRegistry] = web.AppKey("registry", CollectorRegistry)
+READINESS: web.AppKey[Readiness] = web.AppKey("readiness", Readiness)
 
 log = structlog.get_logger(__name__)
 
@@ -78,11 +79,13 @@ def build_admin_app(
     return app
 
 
-def build_metrics_app(registry: CollectorRegistry) -> web.Application:
-    """Return ``/metrics``."""
+def build_metrics_app(registry: CollectorRegistry, readiness: Readiness) -> web.Application:
+    """Return ``/metrics``, and ``/readiness`` for those who cannot ask through Envoy."""
     app = web.Application()
     app[REGISTRY] = registry
+    app[READINESS] = readiness
     app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/readiness", _readiness)
     return app
 
 
@@ -191,3 +194,7 @@ async def _metrics(request: web.Request) -> web.Response:
     response = web.Response(body=encode(request.app[REGISTRY]))
     response.headers["Content-Type"] = content_type
     return response
+
+
+async def _readiness(request: web.Request) -> web.Response:
+    return admin_probes.readiness_answer(request.app[READINESS])

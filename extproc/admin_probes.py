@@ -20,6 +20,7 @@ from extproc.admin_endpoint import (
 from extproc.engine import PICKABLE
 from extproc.errors import Refusal, refusal_message, refusal_status
 from extproc.model_list import list_models
+from extproc.readiness import Readiness
 from policies.base import SessionKeeper
 
 
@@ -73,7 +74,12 @@ async def _liveness(_admin: Admin, _request: web.Request) -> web.Response:
 
 
 async def _readiness(admin: Admin, _request: web.Request) -> web.Response:
-    state = admin.readiness.state()
+    return readiness_answer(admin.readiness)
+
+
+def readiness_answer(readiness: Readiness) -> web.Response:
+    """Return what a readiness probe is answered."""
+    state = readiness.state()
     return json_answer(state.body(), 200 if state.ready else 503)
 
 

@@ -28,6 +28,7 @@ from extproc.address import Address, WorkerUrl, is_ip, is_loopback
 from extproc.discovery.spec import MAX_WEIGHT, MIN_WEIGHT
 from extproc.discovery.updates import WorkerSpec, WorkerType
 from extproc.errors import ConfigError
+from extproc.gateway_options import check_gateway
 from extproc.kubernetes_options import KubernetesOptions
 from extproc.models import is_model_name
 from extproc.resilience_options import MAX_WAIT_S
@@ -357,6 +358,14 @@ class Config(KubernetesOptions, frozen=True, kw_only=True, forbid_unknown_fields
             " unix:/path. `launch` chooses a Unix socket."
         ),
     ] = "127.0.0.1:9002"
+    ext_proc_only: Annotated[
+        bool,
+        Meta(
+            description="Answer ext_proc and health checks alone on --grpc-address, and hand out no configuration"
+            " for Envoy (xDS): for a gateway that has its own. Options that only Envoy carries out are refused."
+            " For `serve`."
+        ),
+    ] = False
     admin_address: Annotated[
         str,
         Meta(
@@ -552,6 +561,9 @@ class Config(KubernetesOptions, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _check_grpc(self) -> None:
         """Keys travel to Envoy where it asks for its configuration: not over a network in the clear."""
+        if self.ext_proc_only:
+            check_gateway(self)
+            return
         grpc = Address.parse(self.grpc_address)
         secrets = (
             *(self.api_key, self.api_keys_file, self.htpasswd_file),

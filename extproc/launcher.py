@@ -95,6 +95,10 @@ class Launcher:
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None] | None = None) -> None:
         """Serve until *stop* is set. ``ConfigError`` when the router cannot start."""
+        if self._config.ext_proc_only:
+            raise ConfigError(
+                "--ext-proc-only: Envoy could not start; it is for `serve`, beside a gateway"
+            )
         self._check_ports()
         check_files(self._config)
         check_certificates(self._config)

@@ -178,11 +178,13 @@ class Service:
     async def run(self, stop: asyncio.Event, reloading: Reloading | None = None) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
         config = self._config
+        methods = (
+            self._extproc.methods() | HealthService(lambda: self.readiness.state().ready).methods()
+        )
+        if not config.ext_proc_only:
+            methods |= self._ads.methods() | self._access_log.methods()
         server = GrpcServer(
-            self._extproc.methods()
-            | self._ads.methods()
-            | self._access_log.methods()
-            | HealthService(lambda: self.readiness.state().ready).methods(),
+            methods,
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
@@ -235,7 +237,7 @@ class Service:
             runners.append(await _serve_http(app, admin, "--admin-address"))
             if config.prometheus_port:
                 metrics = Address(host=bind_ip(config.prometheus_host), port=config.prometheus_port)
-                app = build_metrics_app(self.metrics.registry)
+                app = build_metrics_app(self.metrics.registry, self.readiness)
                 flags = "--prometheus-host and --prometheus-port"
                 runners.append(await _serve_http(app, metrics, flags))
             unheeded = unheeded_options(config)

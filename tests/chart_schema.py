@@ -25,6 +25,7 @@ CHART_DECIDES = frozenset(
         "host",
         "port",
         "grpc_address",
+        "ext_proc_only",
         "admin_address",
         "prefill_leg_address",
         "envoy_admin_address",

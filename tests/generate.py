@@ -25,6 +25,7 @@ from extproc.config import Config
 from extproc.envoy_settings import envoy_model
 from extproc.openapi import build_document, render_page
 from extproc.registry import DEFAULT_POOL
+from extproc.gateway_options import ENVOY_ONLY
 from extproc.reload import RELOADABLE
 from extproc.xds.bootstrap import to_yaml
 from extproc.xds.standalone import build_standalone
@@ -124,6 +125,11 @@ def live_options() -> str:
     return "".join(f"{name}\n" for name in sorted(RELOADABLE))
 
 
+def gateway_options() -> str:
+    """Return the options that nobody carries out beside a gateway, one a line."""
+    return "".join(f"{name}\n" for name in sorted(ENVOY_ONLY))
+
+
 def _description(hint: Any) -> str:
     """Return the description of an annotated type; ranges may be nested inside it."""
     while typing.get_origin(hint) is typing.Annotated:
@@ -147,6 +153,7 @@ GENERATED = {
     CHART / "values.schema.json": values_schema,
     CHART / "files" / "bootstrap.yaml": bootstrap_copy,
     CHART / "files" / "live-options.txt": live_options,
+    CHART / "files" / "gateway-options.txt": gateway_options,
 }
 
 

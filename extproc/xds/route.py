@@ -54,7 +54,8 @@ GUARDED_PREFIXES = ("/workers",)
 UPGRADE_CONNECTION = r"(?i)[ \t,]*(upgrade|keep-alive)([ \t]*,[ \t]*(upgrade|keep-alive)?)*[ \t]*"
 """What ``Connection`` of a request for an upgrade may say."""
 
-PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 2.0
+"""Kubernetes gives a probe up after 5 s as the chart sets it: when the service hangs Envoy must answer before that."""
 INTERNAL_HEADERS = (CLUSTER_HEADER, ENDPOINT_KEY, "x-envoy-external-address")
 """Ours and Envoy's own; of no use to a worker."""
 

@@ -20,8 +20,10 @@ from websockets.asyncio.client import connect
 
 from tests.e2e import harness
 from tests.e2e.client import Connection, ask, openai_error
+from tests.e2e.h2_client import H2Connection
 from tests.e2e.harness import Metrics, Program, Sim, free_port, http_get, until
 from tests.e2e.raw_worker import RawWorker, Received, Signal, Stream, unique_path
+from tests.e2e.test_service_outage import GRPC_HEADERS, METHODS
 
 pytestmark = pytest.mark.envoy
 
@@ -283,3 +285,33 @@ async def test_shipped_standalone_configuration(
     assert [response.status for response in responses] == [200] * 4
     assert {worker.only(path).port for path in paths} == set(worker.ports)
     assert own.metrics()("decisions_total", result="routed") == 4
+
+
+async def test_beside_a_gateway_nothing_is_handed_out(
+    own_envoy: Callable[..., OwnEnvoy], sims: list[Sim]
+) -> None:
+    """With --ext-proc-only whoever connects gets picks, and neither Envoy's configuration nor the workers' key."""
+    own = own_envoy([sim.url for sim in sims], "--ext-proc-only", followed=False)
+    own.start_service()
+    port = int(own.flags[own.flags.index("--grpc-address") + 1].rpartition(":")[2])
+    probe = f"http://127.0.0.1:{own.metrics_port}/readiness"
+
+    def ready() -> bool:
+        try:
+            return http_get(probe)[0] == 200
+        except OSError:
+            return False
+
+    await until(ready, harness.START_LIMIT_S, "the service is ready")
+    statuses = {}
+    async with H2Connection(port) as connection:
+        for method in (*METHODS, "/grpc.health.v1.Health/Check"):
+            response = await connection.ask("POST", method, GRPC_HEADERS, b"\0\0\0\0\0")
+            (statuses[method.rpartition("/")[2]],) = response.values("grpc-status")
+
+    assert statuses == {
+        "Process": "3",  # INVALID_ARGUMENT: it is there
+        "StreamAggregatedResources": "12",  # UNIMPLEMENTED
+        "StreamAccessLogs": "12",
+        "Check": "0",
+    }

@@ -12,11 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from extproc.admin import ENDPOINTS, build_metrics_app
 from extproc.config import Config
 from extproc.metrics import Metrics
-from extproc.registry import Registry
 from policies.base import Request
 from policies.round_robin import RoundRobin
 from policies.sticky_least_loaded import StickyLeastLoaded
-from tests.extproc.admin_api import A, B, C, serve
+from tests.extproc.admin_api import BY_ENVOY, A, B, C, serve, unserved
 
 KEY = "s3cret"
 OPEN = [endpoint for endpoint in ENDPOINTS if endpoint.is_open]
@@ -40,11 +39,22 @@ async def api():
 
 @pytest.fixture
 async def scrape():
-    registry = Registry(RoundRobin)
-    async with TestClient(
-        TestServer(build_metrics_app(Metrics("random", registry).registry))
-    ) as client:
+    api = unserved(A, settings=BY_ENVOY)
+    metrics = Metrics("random", api.fleet.registry).registry
+    async with TestClient(TestServer(build_metrics_app(metrics, api.readiness))) as client:
+        client.api = api
         yield client
+
+
+async def test_port_of_the_metrics_tells_readiness(scrape):
+    """For a Pod without an Envoy, and for those who cannot ask through it."""
+    before = await scrape.get("/readiness")
+    scrape.api.pass_check(A)
+    after = await scrape.get("/readiness")
+
+    assert (before.status, after.status) == (503, 200)
+    assert (await before.json())["reason"] == "no healthy workers available"
+    assert (await after.json())["healthy_workers"] == 1
 
 
 async def test_all_probes_are_content_when_ready(api):

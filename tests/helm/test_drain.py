@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -43,8 +46,8 @@ class Pod:
         )
         self.directory = Path(tempfile.mkdtemp(prefix="pod-"))  # short: sockets live in it
         self._logs = logs
-        self._config = self.directory / "config.yaml"
-        self._config.write_text(self._here(yaml.safe_dump(service_config(objects))))
+        self.config = self.directory / "config.yaml"
+        self.config.write_text(self._here(yaml.safe_dump(service_config(objects))))
         (self.directory / "envoy.yaml").write_text(
             self._here(one(objects, "ConfigMap")["data"]["envoy.yaml"])
         )
@@ -55,7 +58,7 @@ class Pod:
         """Return *text* with the paths and the programs of this machine instead of those of the Pod."""
         places = {
             "/var/run/vllm-extproc": str(self.directory),
-            "/etc/vllm-extproc/config/config.yaml": str(self._config),
+            "/etc/vllm-extproc/config/config.yaml": str(self.config),
             "/etc/envoy/envoy.yaml": str(self.directory / "envoy.yaml"),
             "exec vllm-extproc": f"exec {sys.executable} -m extproc",
         }
@@ -82,6 +85,9 @@ class Pod:
         pid = self.programs["extproc"].pid
         command[-1] = command[-1].replace("--service-pid 1 ", f"--service-pid {pid} ")
         return Program(f"hook-{name}", command, self._logs)
+
+    def container(self, name: str) -> dict[str, Any]:
+        return self._containers[name]
 
     def files(self) -> set[str]:
         names = ("envoy-stops", "service-stops", "drained")
@@ -116,8 +122,23 @@ def pod(helm: Helm, worker: RawWorker, tmp_path: Path) -> Iterator[Pod]:
         pod.end()
 
 
-async def test_stream_under_way_finishes_before_the_pod_ends(pod: Pod, worker: RawWorker):
+NEXT_CONFIGS = {
+    "the same": None,
+    "an option that this version does not know": "option_of_the_next_version: 1\n",
+    "that of another mode": "grpc_address: 0.0.0.0:9002\n",
+    "one that is complete with the new Pod's flags only": "selector: [app=vllm]\n",
+    "no YAML": "{\n",
+}
+"""What the ConfigMap holds when a Pod ends: in a rolling update it is that of the next Pods already."""
+
+
+@pytest.mark.parametrize("config", NEXT_CONFIGS)
+async def test_stream_under_way_finishes_before_the_pod_ends(
+    pod: Pod, worker: RawWorker, config: str
+):
     """`/readiness` fails first, then the listener is closed, and both hooks wait for the stream."""
+    if NEXT_CONFIGS[config] is not None:
+        pod.config.write_text(NEXT_CONFIGS[config])
     go_on = Signal()
 
     async def answer(_request: Received, stream: Stream) -> None:
@@ -154,3 +175,18 @@ async def test_container_that_is_restarted_alone_leaves_the_other_one_serving(po
     assert await asyncio.to_thread(hook.wait, END_S) == 0
     assert pod.files() == set()
     assert pod.readiness() == 200
+
+
+async def test_service_that_hangs_leaves_the_pod_ready(pod: Pod):
+    """Envoy balances by itself then, and says so before the kubelet gives up; a fault of all Pods empties no Service."""
+    probe_s = pod.container("envoy")["readinessProbe"]["timeoutSeconds"]
+    pod.programs["extproc"].send_signal(signal.SIGSTOP)
+    try:
+        for _ in range(3):
+            started = time.monotonic()
+            status = await asyncio.to_thread(pod.readiness)
+
+            assert status == 200
+            assert time.monotonic() - started < probe_s - 1
+    finally:
+        pod.programs["extproc"].send_signal(signal.SIGCONT)

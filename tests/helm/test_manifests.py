@@ -175,13 +175,28 @@ def test_streams_of_workers_may_finish_when_their_pod_ends(helm: Helm, case):
 
 @pytest.mark.parametrize("case", PRESETS)
 def test_every_container_has_three_probes_on_a_port_of_its_own(helm: Helm, case):
-    """A probe names a port that the container has."""
+    """A probe names a port that the container has. Beside an Envoy the service has none of readiness.
+
+    Envoy says whether requests are served, also while the service hangs.
+    """
     for _, spec in pod_specs(helm.render(*PRESETS[case])):
+        names = {one_of_them["name"] for one_of_them in spec["containers"]}
         for one_of_them in spec["containers"]:
             ports = {port["name"] for port in one_of_them["ports"]}
-            for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
+            kinds = ["startupProbe", "livenessProbe", "readinessProbe"]
+            if one_of_them["name"] == "extproc" and "envoy" in names:
+                assert kinds.pop() not in one_of_them
+            for kind in kinds:
                 probe = one_of_them[kind]
                 assert (probe.get("httpGet") or probe["tcpSocket"])["port"] in ports
+
+
+@pytest.mark.parametrize("kube", [OLD, NEW])
+def test_pod_without_an_envoy_is_ready_when_there_are_workers(helm: Helm, kube):
+    """`/metrics` would be answered whether there are any or not."""
+    probe = container(helm.render(*PRESETS["sidecar-only"], kube=kube), "extproc")["readinessProbe"]
+
+    assert probe["httpGet"] == {"path": "/readiness", "port": "metrics"}
 
 
 @pytest.mark.parametrize("case", PRESETS)

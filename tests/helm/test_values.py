@@ -9,8 +9,9 @@ import pytest
 import yaml
 
 from extproc.config import SECRETS, Config
+from extproc.gateway_options import ENVOY_ONLY
 from tests.chart_schema import CHART_DECIDES, DETAILS, config_schema, value_comments
-from tests.helm.chart import CHART, PRESETS, Helm, dotted
+from tests.helm.chart import CHART, PRESETS, Helm, container, dotted, service_config
 
 VALUES = (CHART / "values.yaml").read_text()
 PATHS = dict(dotted(yaml.safe_load(VALUES)))
@@ -116,6 +117,14 @@ IMPOSSIBLE = {
     "discovery.allNamespaces=true,discovery.namespace=x": "namespace or allNamespaces, not both",
     "tls.clientCa.existingSecret=x": "tls.existingSecret must be given too",
     "mode=sidecar-only,auth.apiKey.existingSecret=x": "are the gateway's matter",
+    "mode=sidecar-only,auth.apiKeysFile.existingSecret=x": "are the gateway's matter",
+    "mode=sidecar-only,auth.htpasswdFile.existingSecret=x": "are the gateway's matter",
+    "mode=sidecar-only,auth.jwks.existingSecret=x,config.jwt_issuer=y": "are the gateway's matter",
+    "mode=sidecar-only,tls.existingSecret=x": "are the gateway's matter",
+    "mode=sidecar-only,adminApiKey.existingSecret=x": "empty adminApiKey",
+    "mode=sidecar-only,config.jwt_issuer=https://x,config.jwt_jwks=https://x/k": "carries out config.jwt_issuer, config.jwt_jwks",
+    "mode=sidecar-only,config.fail_closed=true": "carries out config.fail_closed",
+    "mode=sidecar-only,config.vllm_pd_disaggregation=true,discovery.prefillSelector={a=b},discovery.decodeSelector={a=c}": "take mode router",
     "mode=sidecar-only,ingress.enabled=true": "turn ingress and httpRoute off",
     "auth.apiKey.existingSecret=x,auth.htpasswdFile.existingSecret=y": "choose one of them",
     "auth.apiKeysFile.existingSecret=x,config.api_key_validation_urls={http://x}": "choose one",
@@ -133,6 +142,59 @@ IMPOSSIBLE = {
 def test_values_that_do_not_go_together_are_refused(helm: Helm, settings):
     """In a sentence of ours."""
     assert IMPOSSIBLE[settings] in helm.refusal("--set", settings)
+
+
+OF_A_KIND = {
+    "string": "x",
+    "boolean": True,
+    "integer": 7,
+    "number": 0.5,
+    "array": ["x"],
+}
+
+
+@pytest.mark.helm
+@pytest.mark.slow
+def test_options_that_need_the_routers_own_envoy_are_refused_beside_a_gateway(helm: Helm, tmp_path):
+    """All that the schema takes, each by its name: nobody must think that clients are asked for keys."""
+    options = config_schema()["properties"]
+    # A Secret, the chart and another line of the check stand for the others.
+    named = sorted(ENVOY_ONLY & set(options) - {"vllm_pd_disaggregation"})
+    assert set(ENVOY_ONLY) - set(named) <= CHART_DECIDES | SECRETS | {"vllm_pd_disaggregation"}
+    values = tmp_path / "values.yaml"
+    config = {name: example(options[name]) for name in named}
+    # Of the ways to authenticate one.
+    alone = {"api_keys_file", "htpasswd_file", "api_key_validation_urls"}
+    for chosen in ({*named} - alone, *({name} for name in alone)):
+        values.write_text(yaml.safe_dump({"config": {name: config[name] for name in chosen}}))
+
+        words = helm.refusal("--set", "mode=sidecar-only", "-f", str(values))
+
+        assert {f"config.{name}" for name in chosen} == set(re.findall(r"config\.\w+", words))
+
+
+def example(schema):
+    """Return a value that an option takes."""
+    if "enum" in schema:
+        return schema["enum"][-1]
+    if schema["type"] in ("integer", "number"):
+        return schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
+    return OF_A_KIND[schema["type"]]
+
+
+@pytest.mark.helm
+@pytest.mark.slow
+def test_workers_are_asked_with_their_key_beside_a_gateway(helm: Helm):
+    """Engines answer 401 without; the certificates that vouch for them are used, too."""
+    objects = helm.render(
+        "--set", "mode=sidecar-only,workerApiKey.existingSecret=x,workerCa.existingSecret=y"
+    )
+
+    names = {entry["name"] for entry in container(objects, "extproc")["env"]}
+    assert "VLLM_EXTPROC_WORKER_API_KEY" in names
+    config = service_config(objects)
+    assert config["worker_ca_file"] == "/etc/vllm-extproc/worker-ca/ca.crt"
+    assert config["ext_proc_only"] is True
 
 
 @pytest.mark.helm

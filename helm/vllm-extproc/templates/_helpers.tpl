@@ -146,7 +146,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if contains ":" $host -}}
 {{- $host = printf "[%s]" $host -}}
 {{- end -}}
-{{- $own = merge $own (dict "grpc_address" (printf "%s:%d" $host (int .Values.ports.grpc))) -}}
+{{- $own = merge $own (dict "grpc_address" (printf "%s:%d" $host (int .Values.ports.grpc)) "ext_proc_only" true) -}}
 {{- end -}}
 {{- range (include "router.secretFiles" . | fromJson).files -}}
 {{- $_ := set $own .option (printf "/etc/vllm-extproc/%s/%s" .dir .key) -}}
@@ -251,8 +251,23 @@ seccompProfile:
 {{- fail "tls.clientCa: tls.existingSecret must be given too" -}}
 {{- end -}}
 {{- if eq $values.mode "sidecar-only" -}}
-{{- if or $values.auth.apiKey.existingSecret $values.auth.apiKeysFile.existingSecret $values.auth.htpasswdFile.existingSecret $values.workerApiKey.existingSecret $values.tls.existingSecret -}}
-{{- fail "mode sidecar-only: keys and certificates for clients and workers are the gateway's matter" -}}
+{{- if or $values.auth.apiKey.existingSecret $values.auth.apiKeysFile.existingSecret $values.auth.htpasswdFile.existingSecret $values.auth.jwks.existingSecret $values.tls.existingSecret -}}
+{{- fail "mode sidecar-only: who may come in, and TLS for clients, are the gateway's matter: empty auth and tls, and set the gateway up to ask" -}}
+{{- end -}}
+{{- if $values.adminApiKey.existingSecret -}}
+{{- fail "mode sidecar-only: the admin API is reached through the router's own Envoy, which is not there; empty adminApiKey" -}}
+{{- end -}}
+{{- if $pd -}}
+{{- fail "mode sidecar-only: config.vllm_pd_disaggregation needs the router's own Envoy, through which prompts reach prefill workers; take mode router" -}}
+{{- end -}}
+{{- $nobody := list -}}
+{{- range .Files.Lines "files/gateway-options.txt" -}}
+{{- if and . (hasKey $values.config .) (not (kindIs "invalid" (get $values.config .))) -}}
+{{- $nobody = append $nobody (printf "config.%s" .) -}}
+{{- end -}}
+{{- end -}}
+{{- if $nobody -}}
+{{- fail (printf "mode sidecar-only: only the router's own Envoy carries out %s, and it is not there: take it out, and set the gateway up for it" (join ", " $nobody)) -}}
 {{- end -}}
 {{- if or $values.ingress.enabled $values.httpRoute.enabled -}}
 {{- fail "mode sidecar-only: clients go to the gateway; turn ingress and httpRoute off" -}}
