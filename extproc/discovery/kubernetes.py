@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from extproc.discovery.dns import Reasons
+from extproc.discovery.kubernetes_client import make_client
 from extproc.discovery.pod_watch import (
     DENIED,
     GONE,
@@ -83,7 +84,7 @@ class _Api:
     async def connect(self) -> ApiClient:
         """Read how to reach the server. ``ConfigError`` says what is wrong."""
         if self._client is None:
-            self._client = await _make_client(self._kubeconfig)
+            self._client = await make_client(self._kubeconfig)
         return self._client
 
     async def close(self) -> None:
@@ -153,33 +154,6 @@ class _Api:
             retry_after = response.headers.get("Retry-After", "")
             raise parse_refusal(response.status, await response.read(), retry_after)
         return response
-
-
-async def _make_client(kubeconfig: str) -> ApiClient:
-    try:
-        from kubernetes.aio import client, config  # noqa: PLC0415  0.3 s and 30 MB that few need
-    except ImportError as error:
-        raise ConfigError(
-            "--service-discovery needs the client of Kubernetes: pip install 'vllm-extproc[kubernetes]'"
-        ) from error
-    try:
-        if kubeconfig:
-            return await config.new_client_from_config(kubeconfig, persist_config=False)
-        settings = client.Configuration()
-        config.load_incluster_config(client_configuration=settings)
-        return client.ApiClient(configuration=settings)
-    except config.ConfigException as error:
-        if kubeconfig:
-            raise ConfigError(f"--kubeconfig: {kubeconfig} cannot be used: {error}") from error
-        raise ConfigError(
-            f"--service-discovery: this is no Pod with a service account ({error}); outside of a cluster give"
-            " --kubeconfig"
-        ) from error
-    except Exception as error:
-        # Not its text: it may show a secret.
-        raise ConfigError(
-            f"--kubeconfig: {kubeconfig or 'the service account'} cannot be used: {type(error).__name__}"
-        ) from error
 
 
 class _Source:
