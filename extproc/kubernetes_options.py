@@ -13,10 +13,11 @@ from extproc.pd_options import PdOptions
 
 # https://kubernetes.io/docs/concepts/overview/working-with-objects/labels/#syntax-and-character-set
 _NAME = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
-_DNS_NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
+_DNS_LABEL = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_DNS_NAME = rf"(?=[^/]{{1,253}}/){_DNS_LABEL}(?:\.{_DNS_LABEL})*"
 _KEY = re.compile(rf"(?:{_DNS_NAME}/)?{_NAME}")
 _VALUE = re.compile(rf"(?:{_NAME})?")
-_NAMESPACE = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+_NAMESPACE = re.compile(_DNS_LABEL)
 
 
 class KubernetesOptions(PdOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -104,7 +105,11 @@ class KubernetesOptions(PdOptions, frozen=True, kw_only=True, forbid_unknown_fie
 
     def pod_defaults(self) -> PodDefaults:
         """Return what holds for a Pod that says nothing else."""
-        return PodDefaults(self.service_discovery_port, self.bootstrap_port_annotation)
+        return PodDefaults(
+            self.service_discovery_port,
+            self.bootstrap_port_annotation,
+            self.vllm_pd_disaggregation,
+        )
 
     def check_discovery(self) -> None:
         """Refuse options that do not go together. ``ValueError`` names one and says what is wrong."""

@@ -23,9 +23,9 @@ from extproc.cli import option_groups, shown_default
 from extproc.clusters import ClusterView, EndpointView
 from extproc.config import Config
 from extproc.envoy_settings import envoy_model
+from extproc.gateway_options import ENVOY_ONLY
 from extproc.openapi import build_document, render_page
 from extproc.registry import DEFAULT_POOL
-from extproc.gateway_options import ENVOY_ONLY
 from extproc.reload import RELOADABLE
 from extproc.xds.bootstrap import to_yaml
 from extproc.xds.standalone import build_standalone

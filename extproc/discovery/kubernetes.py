@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from extproc.discovery.dns import Reasons
+from extproc.discovery.kubernetes_client import make_client
 from extproc.discovery.kubernetes_failures import (
     FORESEEN,
     Result,
@@ -109,7 +110,7 @@ class _Api:
             # A program that a kubeconfig names cannot be ended from here: when it hangs, it is waited for again
             # rather than begun once more.
             if self._connecting is None:
-                self._connecting = asyncio.ensure_future(_connect(self._kubeconfig))
+                self._connecting = asyncio.ensure_future(make_client(self._kubeconfig))
             done, _ = await asyncio.wait({self._connecting}, timeout=CREDENTIALS_S)
             if not done:
                 raise SlowCredentialsError(
@@ -205,56 +206,6 @@ class _Api:
             retry_after = response.headers.get("Retry-After", "")
             raise parse_refusal(response.status, body, retry_after)
         return response
-
-
-async def _connect(kubeconfig: str) -> ApiClient:
-    client = await _make_client(kubeconfig)
-    found = client.configuration
-    # The client goes on as nobody when a plugin fails.
-    if kubeconfig and not found.api_key and not found.cert_file and _names_plugin(kubeconfig):
-        await client.close()
-        raise ConfigError(
-            f"--kubeconfig: {kubeconfig}: the exec plugin of its user failed, or gave neither token nor"
-            " certificate; run it by hand to see why"
-        )
-    return client
-
-
-def _names_plugin(kubeconfig: str) -> bool:
-    """Tell whether the user of a kubeconfig that was read gets credentials from a program."""
-    from kubernetes.aio.config.kube_config import KubeConfigMerger  # noqa: PLC0415  as below
-
-    found = KubeConfigMerger(kubeconfig).config
-    context = found["contexts"].get_with_name(found["current-context"])["context"]
-    user = found["users"].get_with_name(context.safe_get("user"), safe=True)
-    return bool(user) and "exec" in user["user"]
-
-
-async def _make_client(kubeconfig: str) -> ApiClient:
-    try:
-        from kubernetes.aio import client, config  # noqa: PLC0415  0.3 s and 30 MB that few need
-    except ImportError as error:
-        raise ConfigError(
-            "--service-discovery needs the client of Kubernetes: pip install 'vllm-extproc[kubernetes]'"
-        ) from error
-    try:
-        if kubeconfig:
-            return await config.new_client_from_config(kubeconfig, persist_config=False)
-        settings = client.Configuration()
-        config.load_incluster_config(client_configuration=settings)
-        return client.ApiClient(configuration=settings)
-    except config.ConfigException as error:
-        if kubeconfig:
-            raise ConfigError(f"--kubeconfig: {kubeconfig} cannot be used: {error}") from error
-        raise ConfigError(
-            f"--service-discovery: this is no Pod with a service account ({error}); outside of a cluster give"
-            " --kubeconfig"
-        ) from error
-    except Exception as error:
-        # Not its text: it may show a secret.
-        raise ConfigError(
-            f"--kubeconfig: {kubeconfig or 'the service account'} cannot be used: {type(error).__name__}"
-        ) from error
 
 
 class _Source:

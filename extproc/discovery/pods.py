@@ -26,13 +26,16 @@ from typing import Any
 import msgspec
 
 from extproc.address import join_host_port
-from extproc.discovery.spec import parse_worker
+from extproc.discovery.spec import MAX_LABELS, parse_worker
 from extproc.discovery.updates import WorkerSpec, WorkerType
 
 PREFIX = "vllm-extproc.io/"
 
 ZONE_LABEL = "topology.kubernetes.io/zone"
 """Of nodes; Kubernetes copies it to their Pods from 1.35 on."""
+
+OWN_LABELS = ("namespace", "pod", "node", "zone")
+"""Of each worker; its annotation may add as many as leave room for them."""
 
 MAX_TEXT_CHARS = 64
 """Of an annotation that is quoted in a complaint."""
@@ -112,6 +115,8 @@ class PodDefaults:
 
     port: int = 80
     bootstrap_port_annotation: str = "vllm.ai/bootstrap-port"
+    disaggregation: bool = False
+    """Whether there are prefill and decode workers; else a worker in such a role would get no request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,16 +138,14 @@ def read_pod(pod: Pod, role: WorkerType, defaults: PodDefaults, node_zone: str =
         return Reading(state)
     complaints: list[str] = []
     described = _described(pod, role, defaults, complaints)
-    zone = pod.said("zone") or (pod.metadata.labels or {}).get(ZONE_LABEL) or node_zone
+    own = (
+        pod.metadata.namespace,
+        pod.metadata.name,
+        pod.spec.node_name,
+        _zone(pod, complaints) or node_zone,
+    )
     labels = described.pop("labels", {}) | {
-        key: value
-        for key, value in {
-            "namespace": pod.metadata.namespace,
-            "pod": pod.metadata.name,
-            "node": pod.spec.node_name,
-            "zone": zone,
-        }.items()
-        if value
+        key: value for key, value in zip(OWN_LABELS, own, strict=True) if value
     }
     try:
         spec = parse_worker(described | {"labels": labels})
@@ -164,8 +167,7 @@ def trim(pod: Pod, defaults: PodDefaults) -> None:
 
 def needs_zone(pod: Pod) -> bool:
     """Tell whether only the node of *pod* can say in which zone it is."""
-    known = pod.said("zone") or (pod.metadata.labels or {}).get(ZONE_LABEL)
-    return bool(pod.spec.node_name) and not known
+    return bool(pod.spec.node_name) and not _zone(pod, [])
 
 
 def _state(pod: Pod) -> PodState:
@@ -188,13 +190,7 @@ def _described(
         scheme = "http"
     host = pod.status.pod_ip or ""
     described: dict[str, Any] = {"url": f"{scheme}://{_authority(host, port)}"}
-    wanted = pod.said("role")
-    if wanted is not None:
-        try:
-            role = WorkerType(wanted)
-        except ValueError:
-            expected = ", ".join(WorkerType)
-            complaints.append(f"{PREFIX}role: expected one of {expected}, got {_shown(wanted)}")
+    role = _role(pod, role, defaults, complaints)
     described["worker_type"] = role.value
     if role is WorkerType.PREFILL:
         name = defaults.bootstrap_port_annotation
@@ -203,13 +199,45 @@ def _described(
             described["bootstrap_port"] = bootstrap_port
     # Each is tried alone, so that one mistake does not take the others away.
     for name, key, value in _optional(pod):
-        try:
-            parse_worker({"url": f"{scheme}://127.0.0.1", key: value})
-        except ValueError as error:
-            complaints.append(f"{PREFIX}{name}: {str(error).removeprefix(f'{key}: ')}")
+        if fault := _fault(key, value, scheme):
+            complaints.append(f"{PREFIX}{name}: {fault}")
         else:
             described[key] = value
     return described
+
+
+def _role(pod: Pod, role: WorkerType, defaults: PodDefaults, complaints: list[str]) -> WorkerType:
+    """Return the role that *pod* asks for if there are such workers, else *role*."""
+    text = pod.said("role")
+    if text is None:
+        return role
+    roles = list(WorkerType) if defaults.disaggregation else [WorkerType.REGULAR]
+    if text in roles:
+        return WorkerType(text)
+    hint = "; others need --vllm-pd-disaggregation" if text in list(WorkerType) else ""
+    complaints.append(f"{PREFIX}role: expected one of {', '.join(roles)}, got {_shown(text)}{hint}")
+    return role
+
+
+def _zone(pod: Pod, complaints: list[str]) -> str:
+    """Return the zone that *pod* itself names; empty: none."""
+    text = pod.said("zone") or ""
+    if fault := _fault("labels", {"zone": text}):
+        complaints.append(f"{PREFIX}zone: {fault}")
+        text = ""
+    return text or (pod.metadata.labels or {}).get(ZONE_LABEL, "")
+
+
+def _fault(key: str, value: Any, scheme: str = "http") -> str:
+    """Say what is wrong with *value* as the *key* of a worker; empty: nothing."""
+    most = MAX_LABELS - len(OWN_LABELS)
+    if key == "labels" and len(value) > most:
+        return f"expected at most {most}, got {len(value)}"
+    try:
+        parse_worker({"url": f"{scheme}://127.0.0.1", key: value})
+    except ValueError as error:
+        return str(error).removeprefix(f"{key}: ")
+    return ""
 
 
 def _optional(pod: Pod) -> Iterator[tuple[str, str, Any]]:

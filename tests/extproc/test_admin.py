@@ -13,7 +13,6 @@ from extproc.admin import ENDPOINTS, build_metrics_app
 from extproc.config import Config
 from extproc.metrics import Metrics
 from policies.base import Request
-from policies.round_robin import RoundRobin
 from policies.sticky_least_loaded import StickyLeastLoaded
 from tests.extproc.admin_api import BY_ENVOY, A, B, C, serve, unserved
 

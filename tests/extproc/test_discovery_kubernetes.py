@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import shlex
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from extproc.discovery.kubernetes_failures import explain, is_hopeless, result_o
 from extproc.discovery.pod_watch import RefusedError, Sync
 from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec
 from extproc.errors import ConfigError
-from tests.e2e.certificates import Maker
 
 pytestmark = pytest.mark.slow
 
@@ -595,7 +593,7 @@ async def test_a_token_that_cannot_be_read_for_a_while(
 ) -> None:
     """Who writes the file may empty it first: the workers stay, and it is tried again."""
     broken = False
-    make_client = kubernetes._make_client
+    make_client = kubernetes.make_client
 
     def refresh(_configuration: object) -> None:
         if broken:
@@ -606,7 +604,7 @@ async def test_a_token_that_cannot_be_read_for_a_while(
         client.configuration.refresh_api_key_hook = refresh
         return client
 
-    monkeypatch.setattr(kubernetes, "_make_client", made)
+    monkeypatch.setattr(kubernetes, "make_client", made)
     monkeypatch.setattr(pod_watch, "SHORT_WATCH_S", 0.0)
     api.pods = [pod("a")]
     with capture_logs() as logs:
@@ -682,7 +680,7 @@ async def test_an_exec_plugin_that_fails_is_told_as_such(
         await followed.run()
 
     assert str(followed.error).startswith(
-        f"--kubeconfig: {tmp_path / 'kubeconfig'}: the exec plugin"
+        f"--kubeconfig: {tmp_path / 'kubeconfig'} cannot be used: the exec plugin"
     )
     assert "secret" not in str(followed.error)
     assert api.asked == []
@@ -795,81 +793,6 @@ async def test_the_pods_can_be_looked_at_once(api: Api, options: Config) -> None
         await kubernetes.look_once(options)
 
     assert counts == {"worker": 2, "ending": 1}
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "cannot be used"),
-        ("{}", "Expected key current-context"),
-        ("a: [", "cannot be used"),
-        ("users: [{user: {token: secret}}]", "Expected key current-context"),
-    ],
-)
-async def test_a_kubeconfig_that_cannot_be_used(
-    tmp_path: Path, content: str | None, reason: str
-) -> None:
-    """The flag and the file are named, and nothing of it is shown."""
-    path = tmp_path / "kubeconfig"
-    if content is not None:
-        path.write_text(content)
-    options = Config(service_discovery=True, selector=("a=b",), kubeconfig=str(path))
-
-    followed = Followed(options)
-    await followed.run()
-
-    text = str(followed.error)
-    assert text.startswith(f"--kubeconfig: {path} cannot be used")
-    assert reason in text
-    assert "secret" not in text
-
-
-async def test_outside_of_a_cluster_a_kubeconfig_is_needed(monkeypatch) -> None:
-    """The text says so."""
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    followed = Followed(Config(service_discovery=True, selector=("a=b",)))
-    await followed.run()
-
-    assert "outside of a cluster give --kubeconfig" in str(followed.error)
-
-
-async def test_without_the_client_the_text_says_what_to_install(
-    options: Config, monkeypatch
-) -> None:
-    """It is an extra."""
-    monkeypatch.setitem(sys.modules, "kubernetes.aio", None)
-    followed = Followed(options)
-    await followed.run()
-
-    assert "pip install 'vllm-extproc[kubernetes]'" in str(followed.error)
-
-
-async def test_a_token_of_the_service_account_is_read_when_it_rotates(
-    api: Api, tmp_path: Path, monkeypatch
-) -> None:
-    """Refused ones are read again at once, others every minute."""
-    from kubernetes.aio.config import incluster_config  # noqa: PLC0415  only where it is needed
-
-    token, ca = tmp_path / "token", tmp_path / "ca"
-    token.write_text("first")
-    ca.write_bytes(Maker(tmp_path).make("ca").cert.read_bytes())
-    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
-    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(ca))
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
-    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(api.port))
-    client = await kubernetes._make_client("")
-    try:
-        seen = [(await client.configuration.auth_settings())["BearerToken"]["value"]]
-        token.write_text("second")
-    finally:
-        await client.close()
-    client = await kubernetes._make_client("")
-    try:
-        seen.append((await client.configuration.auth_settings())["BearerToken"]["value"])
-    finally:
-        await client.close()
-
-    assert seen == ["bearer first", "bearer second"]
 
 
 async def test_closing_the_source_ends_its_tasks(options: Config) -> None:

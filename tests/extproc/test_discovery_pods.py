@@ -36,6 +36,7 @@ from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec, WorkerType
 
 REGULAR, PREFILL, DECODE = WorkerType.REGULAR, WorkerType.PREFILL, WorkerType.DECODE
 DEFAULTS = PodDefaults(8000)
+APART = PodDefaults(8000, disaggregation=True)
 
 
 def described(
@@ -153,7 +154,7 @@ def test_annotations_describe_the_worker():
         "vllm-extproc.io/labels": "rack=r1, row = 7",
         "vllm.ai/bootstrap-port": "8998",
     }
-    reading = read_pod(pod(annotations=annotations), REGULAR, DEFAULTS, "a")
+    reading = read_pod(pod(annotations=annotations), REGULAR, APART, "a")
 
     spec = reading.worker
     assert spec is not None
@@ -193,17 +194,50 @@ def test_an_annotation_counts_more_than_a_label():
         ("weight", "nan"),
         ("weight", "1e9"),
         ("role", "cook"),
+        ("role", "prefill"),  # there are none
+        ("role", "decode"),
+        ("zone", "a\n"),
+        ("zone", "z" * 300),
         ("labels", "=x"),
+        ("labels", "a=b\x00"),
+        ("labels", ",".join(f"l{n}=v" for n in range(29))),
         ("tls-name", "a.example"),  # without https
     ],
 )
 def test_what_an_annotation_says_wrong_is_told_and_ignored(name, value):
     """The worker is there as if it were not; the complaint names the annotation."""
-    told = read_pod(pod(annotations={f"vllm-extproc.io/{name}": value}), REGULAR, DEFAULTS)
+    annotations = {f"vllm-extproc.io/{name}": value}
 
-    assert told.worker == read_pod(pod(), REGULAR, DEFAULTS).worker
+    told = read_pod(pod(node="n", annotations=annotations), REGULAR, DEFAULTS, "z")
+
+    assert told.worker == read_pod(pod(node="n"), REGULAR, DEFAULTS, "z").worker
     (complaint,) = told.complaints
     assert complaint.startswith(f"vllm-extproc.io/{name}: ")
+
+
+def test_as_many_labels_as_leave_room_for_its_own():
+    """A zone that becomes known later must not make a worker unusable."""
+    annotations = {"vllm-extproc.io/labels": ",".join(f"l{n}=v" for n in range(28))}
+
+    reading = read_pod(pod(node="n", annotations=annotations), REGULAR, DEFAULTS, "z")
+
+    assert reading.worker is not None
+    assert len(reading.worker.labels) == 32
+    assert reading.complaints == ()
+
+
+def test_the_role_of_the_selector_stays_when_there_is_none_such():
+    """The complaint says what would be needed."""
+    wanted = pod(annotations={"vllm-extproc.io/role": "prefill"})
+
+    alone, apart = (read_pod(wanted, REGULAR, defaults) for defaults in (DEFAULTS, APART))
+
+    assert alone.worker is not None
+    assert apart.worker is not None
+    assert (alone.worker.worker_type, apart.worker.worker_type) == (REGULAR, PREFILL)
+    assert alone.complaints == (
+        "vllm-extproc.io/role: expected one of regular, got 'prefill'; others need --vllm-pd-disaggregation",
+    )
 
 
 def test_one_mistake_does_not_take_the_rest_away():
@@ -344,6 +378,18 @@ def test_zones_come_from_nodes_when_pods_name_none():
     assert set(workers.nodes_without_zone) == set()
     workers.forget_zones(missing=True)
     assert set(workers.nodes_without_zone) == {"n1"}
+
+
+def test_a_zone_that_cannot_be_is_asked_of_the_node():
+    """As if the Pod named none."""
+    workers = PodWorkers([REGULAR], DEFAULTS)
+    workers.on_happening(0, Put(pod(node="n1", annotations={"vllm-extproc.io/zone": "a\n"})))
+    asked = set(workers.nodes_without_zone)
+    workers.on_zone("n1", "b")
+
+    (spec,) = workers.workers.values()
+    assert asked == {"n1"}
+    assert dict(spec.labels)["zone"] == "b"
 
 
 def test_complaints_last_until_the_pod_says_better():

@@ -16,13 +16,13 @@ def test_selectors_as_users_write_them_become_those_of_the_api_server():
     config = Config(
         service_discovery=True,
         vllm_pd_disaggregation=True,
-        selector=("b=2 a=1", "b=2"),
+        selector=(f"b=2 a=1 {'a.' * 126}a/c=d", "b=2"),
         decode_selector=("example.com/role=decode,app=",),
     )
 
     assert config.selectors() == (
         (WorkerType.DECODE, "app=,example.com/role=decode"),
-        (WorkerType.REGULAR, "a=1,b=2"),
+        (WorkerType.REGULAR, f"a=1,{'a.' * 126}a/c=d,b=2"),
     )
 
 
@@ -43,6 +43,17 @@ def test_selectors_as_users_write_them_become_those_of_the_api_server():
         ({"service_discovery": True, "selector": ("a!=b",)}, "selector: expected KEY=VALUE"),
         ({"service_discovery": True, "selector": ("a=b&limit=1",)}, "selector: expected KEY=VALUE"),
         ({"service_discovery": True, "selector": (" ",)}, "selector: expected KEY=VALUE"),
+        ({"service_discovery": True, "selector": ("a..b/c=d",)}, "selector: expected KEY=VALUE"),
+        ({"service_discovery": True, "selector": ("a-.b/c=d",)}, "selector: expected KEY=VALUE"),
+        ({"service_discovery": True, "selector": (".b/c=d",)}, "selector: expected KEY=VALUE"),
+        (
+            {"service_discovery": True, "selector": (f"{'a.' * 127}/c=d",)},
+            "selector: expected KEY=VALUE",
+        ),
+        (
+            {"service_discovery": True, "selector": (f"{'a.' * 126}ab/c=d",)},
+            "selector: expected KEY=VALUE",
+        ),
         ({"service_discovery": True, "selector": ("a=b", "a=c")}, "no Pod has two values of 'a'"),
         (
             {
@@ -79,3 +90,11 @@ def test_ranges_are_those_of_the_page():
     """A port that is none is refused before anything starts."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert({"service_discovery_port": 0}, Config)
+
+
+def test_pods_learn_whether_prefill_and_decode_are_apart():
+    """A role without effect would leave a worker without requests."""
+    apart = Config(service_discovery=True, selector=("a=b",), vllm_pd_disaggregation=True)
+
+    assert apart.pod_defaults().disaggregation is True
+    assert Config().pod_defaults().disaggregation is False

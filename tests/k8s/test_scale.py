@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from extproc.config import Config
-from extproc.discovery import kubernetes, pod_watch
+from extproc.discovery import kubernetes, kubernetes_client, pod_watch
 from extproc.discovery.pod_watch import Sync
 from extproc.discovery.updates import Add, Remove, Reset, WorkerSpec
 from tests.e2e.harness import rss_bytes
@@ -111,7 +111,9 @@ async def test_two_thousand_pods(server: ApiServer, namespace: str, kubeconfig: 
         kubeconfig=str(kubeconfig),
         service_discovery_list_interval_secs=5,
     )
-    client = await kubernetes._make_client(str(kubeconfig))  # what it needs itself does not count
+    client = await kubernetes_client.make_client(
+        str(kubeconfig)
+    )  # what it needs itself does not count
     await client.close()
     gc.collect()
     gc.freeze()  # as the service does: what pytest has imported is not what is measured
