@@ -110,7 +110,7 @@ DETAILS: dict[str, dict[str, Any]] = {
     "probes.readinessFailureThreshold": SOME,
     "probes.livenessPeriodSeconds": SOME,
     "probes.livenessFailureThreshold": SOME,
-    "probes.timeoutSeconds": SOME,
+    "probes.timeoutSeconds": {"type": "integer", "minimum": 3},
     "probes.startupSeconds": SOME,
     "resources": FREE,
     "extraArgs": STRINGS,
