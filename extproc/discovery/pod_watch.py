@@ -371,6 +371,17 @@ def _with_uid(pod: Pod) -> Pod:
     return pod
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Dropped:
+    """A Pod that a selector has lost."""
+
+    version: int
+    """Older words of it do not count."""
+
+    behind: set[int]
+    """Selectors that may still say such words: neither have they lost it nor were they listed since."""
+
+
 @dataclasses.dataclass(slots=True)
 class Sync:
     """How well the API server is followed, for operators."""
@@ -392,7 +403,8 @@ class PodWorkers:
     """The workers among the Pods of several selectors.
 
     A Pod that fits more than one has the role of the first. Of what they say of it the newest counts, since
-    one stream may be behind another. Of several Pods at one URL the youngest is there.
+    one stream may be behind another. That a Pod is gone, or has lost the labels, is such a word, too: whoever
+    says older things of it has yet to hear of that. Of several Pods at one URL the youngest is there.
     """
 
     def __init__(
@@ -407,6 +419,9 @@ class PodWorkers:
         self._pods: tuple[dict[str, Pod], ...] = tuple({} for _ in roles)
         """Of each selector, by uid."""
 
+        self._dropped: dict[str, _Dropped] = {}
+        """By uid, the Pods of which one selector has heard that they are gone, and another perhaps not yet."""
+
         self._readings: dict[str, Reading] = {}
         self._age: dict[str, tuple[str, int, str]] = {}
         """By uid, what sorts Pods from the oldest to the youngest."""
@@ -418,28 +433,50 @@ class PodWorkers:
 
     def on_happening(self, selector: int, happening: Happening) -> None:
         """Take in what was heard of a selector."""
-        pods = self._pods[selector]
         match happening:
             case Replace(found):
-                for uid in pods.keys() - {pod.metadata.uid for pod in found}:
-                    del pods[uid]
-                    self._read(uid)
+                there = {pod.metadata.uid for pod in found}
+                for uid, pod in list(self._pods[selector].items()):
+                    if uid not in there:
+                        # It has changed since, or else it would be on the list.
+                        self._drop(selector, uid, pod.version + 1)
                 for pod in found:
-                    self._put(pods, pod)
+                    self._put(selector, pod)
+                for uid in list(self._dropped):
+                    self._catch_up(selector, uid)
             case Put(pod):
-                self._put(pods, pod)
+                self._put(selector, pod)
             case Drop(pod):
-                pods.pop(pod.metadata.uid, None)
-                self._read(pod.metadata.uid)
+                self._drop(selector, pod.metadata.uid, pod.version)
 
-    def _put(self, pods: dict[str, Pod], pod: Pod) -> None:
-        known = pods.get(pod.metadata.uid)
+    def _put(self, selector: int, pod: Pod) -> None:
+        pods, uid = self._pods[selector], pod.metadata.uid
+        known = pods.get(uid)
         if known is pod:
             return
         trim(pod, self._defaults)
         if known != pod:
-            pods[pod.metadata.uid] = pod
-            self._read(pod.metadata.uid)
+            pods[uid] = pod
+            self._read(uid)
+        if uid in self._dropped and pod.version >= self._dropped[uid].version:
+            self._catch_up(selector, uid)
+
+    def _drop(self, selector: int, uid: str, version: int) -> None:
+        self._pods[selector].pop(uid, None)
+        before = self._dropped.get(uid)
+        if before is None or version > before.version:
+            self._dropped[uid] = _Dropped(version, set(range(len(self._roles))))
+        self._read(uid)
+        if version >= self._dropped[uid].version:
+            self._catch_up(selector, uid)
+
+    def _catch_up(self, selector: int, uid: str) -> None:
+        """Learn that *selector* says nothing any more of a Pod that is older than its loss."""
+        behind = self._dropped[uid].behind
+        behind.discard(selector)
+        if not behind:
+            del self._dropped[uid]
+            self._read(uid)
 
     def on_zone(self, node: str, zone: str) -> None:
         """Learn the zone of a node; empty: it has none."""
@@ -477,7 +514,10 @@ class PodWorkers:
         role = copies[0][1]
         pod = max((pod for pod, _ in copies), key=lambda pod: pod.version)
         node = pod.spec.node_name or ""
-        reading = read_pod(pod, role, self._defaults, self._zones.get(node, ""))
+        if uid in self._dropped and pod.version < self._dropped[uid].version:
+            reading = Reading(PodState.ENDING)
+        else:
+            reading = read_pod(pod, role, self._defaults, self._zones.get(node, ""))
         self._readings[uid] = reading
         self._age[uid] = pod.metadata.creation_timestamp or "", pod.version, uid
         if reading.worker is not None and needs_zone(pod):

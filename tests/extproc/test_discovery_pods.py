@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from extproc.discovery.pod_watch import (
     FIRST_BACKOFF_S,
@@ -351,6 +352,7 @@ def test_the_first_selector_decides_on_the_role_and_the_newest_word_on_the_rest(
     workers.on_happening(1, Put(pod(version=5)))
     workers.on_happening(0, Put(pod(version=4, ready=False)))
     both = told(workers)
+    workers.on_happening(1, Put(pod(version=6)))
     workers.on_happening(0, Drop(pod(version=6)))
     decode = told(workers)
 
@@ -358,6 +360,92 @@ def test_the_first_selector_decides_on_the_role_and_the_newest_word_on_the_rest(
     assert [update.worker.worker_type for update in both] == [PREFILL]
     assert decode[0] == Remove(key)  # in another role it is another worker
     assert decode[1].worker.worker_type is DECODE
+
+
+@pytest.mark.parametrize("ending", [True, False])
+def test_a_pod_that_is_gone_does_not_come_back_by_a_selector_that_is_behind(ending):
+    """Neither as what it was, nor in the role that the other selector gives."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    for selector in (0, 1):
+        workers.on_happening(selector, Put(pod(version=5)))
+    first = told(workers)
+    if ending:  # else it is deleted by force
+        workers.on_happening(0, Put(pod(version=6, ending=True)))
+    workers.on_happening(0, Drop(pod(version=7, ending=ending)))
+    gone = told(workers)
+    workers.on_happening(1, Put(pod(version=5)))  # said once more
+    late = told(workers)
+    workers.on_happening(1, Drop(pod(version=7, ending=ending)))
+
+    assert [update.worker.worker_type for update in first] == [PREFILL]
+    assert gone == [Remove("http://10.0.0.1:8000")]
+    assert late == []
+    assert told(workers) == []
+
+
+def test_a_pod_that_is_missing_on_a_list_does_not_come_back_either():
+    """A list is a word of its selector as well."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    for selector in (0, 1):
+        workers.on_happening(selector, Put(pod(version=5)))
+    workers.on_happening(0, Replace(()))
+
+    assert workers.workers == {}
+    assert workers.states == {PodState.ENDING: 1}
+
+
+def test_a_pod_that_a_selector_hears_of_only_after_its_end_is_no_worker():
+    """The other one has nothing of it any more."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    workers.on_happening(0, Put(pod(version=5)))
+    workers.on_happening(0, Drop(pod(version=7, ending=True)))
+    workers.on_happening(1, Put(pod(version=5)))
+
+    assert workers.workers == {}
+
+
+def test_a_selector_is_behind_until_it_has_heard_of_the_latest_loss():
+    """That it lost the Pod for a while earlier is something else."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    for selector in (0, 1):
+        workers.on_happening(selector, Put(pod(version=4)))
+    workers.on_happening(0, Drop(pod(version=7)))
+    workers.on_happening(1, Drop(pod(version=5)))
+    workers.on_happening(1, Put(pod(version=6)))
+    between = dict(workers.workers)
+    workers.on_happening(1, Put(pod(version=7)))
+
+    assert between == {}
+    assert len(workers.workers) == 1
+
+
+@pytest.mark.parametrize("word", [Put(pod(version=6)), Replace((pod(version=6),))])
+def test_a_pod_that_lost_the_labels_of_one_selector_goes_on_with_the_word_of_the_other(word):
+    """That one says at least the version of the loss."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    for selector in (0, 1):
+        workers.on_happening(selector, Put(pod(version=5)))
+    workers.on_happening(0, Drop(pod(version=6)))
+    between = dict(workers.workers)
+    workers.on_happening(1, word)
+
+    (spec,) = workers.workers.values()
+    assert between == {}
+    assert spec.worker_type is REGULAR
+
+
+def test_lists_of_all_selectors_count_more_than_what_was_heard_before():
+    """A server that was restored from a copy has smaller versions than before."""
+    workers = PodWorkers([PREFILL, REGULAR], DEFAULTS)
+    workers.on_happening(1, Put(pod(version=50)))
+    workers.on_happening(0, Put(pod(version=50)))
+    workers.on_happening(0, Drop(pod(version=60)))
+    for selector in (0, 1):
+        workers.on_happening(selector, Replace((pod(version=40),)))
+
+    (spec,) = workers.workers.values()
+    assert spec.worker_type is PREFILL
+    assert workers._dropped == {}
 
 
 def test_zones_come_from_nodes_when_pods_name_none():
@@ -671,9 +759,13 @@ class Truth:
         """Change a Pod; return what each selector's watch says."""
         self._version += 1
         before, old_roles = self.pods.get(name, (None, ()))
+        after = gone = None
+        if before is not None:
+            # As it was, but for the version.
+            metadata = structs.replace(before.metadata, resource_version=str(self._version))
+            gone = structs.replace(before, metadata=metadata)
         if what == "delete":
             self.pods.pop(name, None)
-            after, roles = before, ()
         else:
             if before is None:
                 self._lives += 1
@@ -688,8 +780,8 @@ class Truth:
         for index, role in enumerate(("prefill", "decode")):
             if after is not None and role in roles:
                 said.append((index, Put(after)))
-            elif after is not None and role in old_roles:
-                said.append((index, Drop(after)))
+            elif role in old_roles:
+                said.append((index, Drop(after or gone)))
         return said
 
     def listed(self, role):
@@ -749,3 +841,75 @@ def test_an_undisturbed_watch_needs_no_list(steps):
         for index, role in enumerate(("prefill", "decode")):
             fresh.on_happening(index, truth.listed(role))
         assert specs == dict(fresh.workers)
+
+
+HEARINGS = st.tuples(st.sampled_from([None, 0, 1]), st.integers(1, 4), st.sampled_from([0, 0, 1]))
+"""Which selector hears then, how much of what it has missed, and whether it is by a list."""
+
+LAGGING_STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "put", "ending", "delete", "delete"]),
+        st.sampled_from([("prefill",), ("decode",), ("prefill", "decode"), ("prefill", "decode")]),
+        HEARINGS,
+        HEARINGS,
+    ),
+    max_size=20,
+)
+
+
+@settings(max_examples=300)
+@given(LAGGING_STEPS)
+def test_selectors_that_are_behind_one_another_bring_nobody_back(steps):
+    """Each hears all in order, but when it likes: of a Pod counts the newest that either has heard."""
+    roles = (PREFILL, DECODE)
+    truth = Truth()
+    workers = PodWorkers(roles, DEFAULTS)
+    specs: dict[str, WorkerSpec] = {}
+    missed: list[list[Put | Drop]] = [[], []]
+    over: dict[str, int] = {}
+    """By uid, the newest version of which a selector has heard that the Pod is over, or no longer its own."""
+
+    there: dict[str, int] = {}
+    """By uid, the newest version in which it was there."""
+
+    def on_happening(selector: int, happening: Put | Drop) -> None:
+        one = happening.pod
+        ended = isinstance(happening, Drop) or one.metadata.deletion_timestamp
+        known = over if ended else there
+        known[one.metadata.uid] = max(known.get(one.metadata.uid, 0), one.version)
+        workers.on_happening(selector, happening)
+
+    def check() -> None:
+        nonlocal specs
+        specs = applied(specs, told(workers))
+        for spec in specs.values():
+            assert there[spec.instance] >= over.get(spec.instance, 0)
+
+    for what, labelled, *hearings in steps:
+        for index, happening in truth.step("a", what, ADDRESSES[0], True, labelled):
+            missed[index].append(happening)
+        for selector, count, by_list in hearings:
+            if selector is None:
+                continue
+            if by_list:
+                missed[selector].clear()
+                replace = truth.listed(roles[selector].value)
+                for one in replace.pods:
+                    on_happening(selector, Put(one))
+                workers.on_happening(selector, replace)
+            else:
+                for happening in missed[selector][:count]:
+                    on_happening(selector, happening)
+                del missed[selector][:count]
+            check()
+    for selector in (0, 1):
+        for happening in missed[selector]:
+            on_happening(selector, happening)
+        check()
+
+    fresh = PodWorkers(roles, DEFAULTS)
+    for index, role in enumerate(roles):
+        for pods in (fresh, workers):
+            pods.on_happening(index, truth.listed(role.value))
+    assert specs == dict(fresh.workers) == dict(workers.workers)
+    assert workers._dropped == {}, "memory is bounded"
