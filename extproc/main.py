@@ -44,6 +44,7 @@ from extproc.errors import ConfigError
 from extproc.fleet import Fleet
 from extproc.grpc_health import HealthService
 from extproc.grpc_server import GrpcServer
+from extproc.h2.grpc import Method
 from extproc.key_sources import KeySources
 from extproc.leg_sender import LegSender
 from extproc.limits import BACKLOG, raise_open_files
@@ -175,16 +176,19 @@ class Service:
             self.fleet.subscribe(functools.partial(self._keep_identities, rules.connector))
         self.fleet.persist = self._save
 
+    def _methods(self) -> dict[str, Method]:
+        """Return what Envoy may call; one that is not ours gets its configuration from elsewhere."""
+        health = HealthService(lambda: self.readiness.state().ready)
+        methods = self._extproc.methods() | health.methods()
+        if not self._config.ext_proc_only:
+            methods |= self._ads.methods() | self._access_log.methods()
+        return methods
+
     async def run(self, stop: asyncio.Event, reloading: Reloading | None = None) -> None:
         """Serve until *stop* is set, then let streams under way finish within the grace time."""
         config = self._config
-        methods = (
-            self._extproc.methods() | HealthService(lambda: self.readiness.state().ready).methods()
-        )
-        if not config.ext_proc_only:
-            methods |= self._ads.methods() | self._access_log.methods()
         server = GrpcServer(
-            methods,
+            self._methods(),
             max_message_bytes=config.max_payload_size + MESSAGE_OVERHEAD_BYTES,
         )
         runners: list[web.AppRunner] = []
